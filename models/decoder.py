@@ -1,0 +1,101 @@
+"""The one decoder that serves every model family. Plain torch.nn, one device, no parallelism.
+
+Shapes: B batch, S sequence, D model dim, H query heads, K kv heads, E head dim, F ffn dim, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.decoder_config import DecoderConfig
+from models.rotary import rotary_table, rotate
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention.
+
+    The number of heads is read off the projections' width (``-1``), so a tensor-parallel rank that
+    holds some of the heads runs the same code.
+    """
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+
+    def forward(self, x_BSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        q_BSHE = rotate(self.wq(x_BSD).unflatten(-1, (-1, self.head_dim)), table)
+        k_BSKE = rotate(self.wk(x_BSD).unflatten(-1, (-1, self.head_dim)), table)
+        v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
+        out_BHSE = F.scaled_dot_product_attention(
+            q_BSHE.transpose(1, 2),
+            k_BSKE.transpose(1, 2),
+            v_BSKE.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=q_BSHE.shape[2] != k_BSKE.shape[2],
+        )
+        return self.wo(out_BHSE.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``w2(silu(w1 x) * w3 x)`` (Shazeer 2020)."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x_BSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), table)
+        return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
+
+
+class Decoder(nn.Module):
+    """Tokens int64 [B, S] to logits [B, S, V].
+
+    Layers live in a ``ModuleDict`` keyed by their number in the whole model: a pipeline stage that
+    keeps layers 4 and 5 still calls them ``layers.4`` and ``layers.5``. A part that a stage does not
+    own is an ``nn.Identity``, so ``forward`` is the same everywhere.
+    """
+
+    def __init__(self, config: DecoderConfig, n_positions: int):
+        super().__init__()
+        self.config = config
+        self.n_positions = n_positions
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+        self.register_buffer("rotary_table", torch.empty(0), persistent=False)
+        if self.output.weight.device.type != "meta":
+            self.rebuild_buffers(self.output.weight.device)
+
+    def rebuild_buffers(self, device: torch.device | str) -> None:
+        """Compute the tables that no checkpoint holds. Call after leaving the meta device."""
+        self.rotary_table = rotary_table(self.config, self.n_positions).to(device)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden_BSD = self.tok_embeddings(tokens)
+        for block in self.layers.values():
+            hidden_BSD = block(hidden_BSD, self.rotary_table)
+        return self.output(self.norm(hidden_BSD))

@@ -1,0 +1,68 @@
+"""The order of application: tensor parallel, recompute, compile, FSDP2.
+
+``Treatment`` says what to do, in numbers and flags; nothing here knows which model it is.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from parallelize.fsdp import Precision, apply_fsdp, fsdp_units
+from parallelize.mesh import Mesh
+from parallelize.plan import Plan, owned, resolve
+from parallelize.recompute import with_recompute
+from parallelize.tensor_parallel import apply_tensor_parallel
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """Everything ``parallelize_part`` does besides the plan and the mesh.
+
+    recompute: "none", "selective" or "full". compile_backend: None for eager.
+    reshard_after_forward: free gathered parameters after the forward and gather again for the backward.
+    """
+
+    precision: Precision
+    recompute: str = "none"
+    compile_backend: str | None = None
+    reshard_after_forward: bool = True
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """A plan's globs turned into the exact module names of one whole model."""
+
+    plan: Plan
+    styles: dict[str, ParallelStyle]
+    units: list[tuple[str, ...]]
+    blocks: list[str]
+
+
+def resolve_plan(model: nn.Module, plan: Plan) -> ResolvedPlan:
+    """Resolve every pattern on the whole meta model. Raises ``ValueError`` for one that matches nothing."""
+    styles = {name: plan.tensor_parallel[pattern] for name, pattern in resolve(model, plan.tensor_parallel).items()}
+    resolve(model, plan.first_stage + plan.last_stage)
+    return ResolvedPlan(plan, styles, fsdp_units(model, plan), list(resolve(model, [plan.blocks])))
+
+
+def parallelize_part(part: nn.Module, resolved: ResolvedPlan, mesh: Mesh, treatment: Treatment) -> None:
+    """Turn one pipeline part (on meta) into its distributed self, in place."""
+    tp_mesh = mesh.axis("tp")
+    if tp_mesh is not None:
+        apply_tensor_parallel(part, tp_mesh, resolved.styles, resolved.plan)
+    for name in resolved.blocks:
+        if owned(part, name):
+            part.set_submodule(name, _prepare_block(part.get_submodule(name), treatment))
+    apply_fsdp(part, mesh.fsdp, resolved.units, treatment.precision, treatment.reshard_after_forward)
+
+
+def _prepare_block(block: nn.Module, treatment: Treatment) -> nn.Module:
+    # Full recompute must wrap the compiled block (inside it, tensor parallelism fails in torch 2.13);
+    # the selective policy must be seen by the compiler, so it goes inside.
+    inside = treatment.recompute if treatment.recompute == "selective" else "none"
+    outside = treatment.recompute if treatment.recompute == "full" else "none"
+    block = with_recompute(block, inside)
+    if treatment.compile_backend is not None:
+        block.compile(backend=treatment.compile_backend, fullgraph=True)
+    return with_recompute(block, outside)

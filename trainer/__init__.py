@@ -1,0 +1,1 @@
+"""WHEN it is computed: configuration, data, the loop, checkpoints, metrics and commands."""

@@ -1,0 +1,118 @@
+"""The composition root: the one file that sees models, parallelize and trainer together."""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+from models.decoder import Decoder
+from models.decoder_config import DecoderConfig
+from models.initialize import draw_slice, initial_std
+from parallelize.apply import ResolvedPlan, Treatment, parallelize_part, resolve_plan
+from parallelize.fsdp import Precision
+from parallelize.materialize import fill_parameters, materialize
+from parallelize.mesh import Mesh
+from parallelize.pipeline import Pipeline, split_stage
+from parallelize.plan import decoder_plan
+from parallelize.schedules import SCHEDULES, stages_of_rank
+from trainer.config import Config
+from trainer.config_rules import Resolved
+from trainer.loss import TokenLoss
+from trainer.optimizer import build_optimizer, named_parameters
+from trainer.step import TrainStep, run_in_turn
+
+
+@dataclass(frozen=True)
+class Model:
+    """This rank's share of the model: its stages' modules, in the order of ``stage_indices``."""
+
+    parts: tuple[nn.Module, ...]
+    stage_indices: tuple[int, ...]
+
+
+def compute_dtype(config: Config, device_type: str) -> str:
+    """ "auto" resolved: bfloat16 on a GPU, float32 on a CPU."""
+    wanted = config.precision.compute
+    return wanted if wanted != "auto" else "bfloat16" if device_type == "cuda" else "float32"
+
+
+def treatment_of(config: Config, device_type: str) -> Treatment:
+    """The config's flags as the numbers and dtypes that ``parallelize`` takes."""
+    reshard = config.parallel.reshard_after_forward
+    return Treatment(
+        precision=Precision(
+            param=getattr(torch, config.precision.param),
+            compute=getattr(torch, compute_dtype(config, device_type)),
+            reduce=getattr(torch, config.precision.reduce),
+        ),
+        recompute=config.activation_checkpoint.mode,
+        compile_backend=config.compile.backend if config.compile.enabled else None,
+        # With a pipeline each micro-batch would gather again; torch's split-backward schedules even
+        # give wrong gradients.
+        reshard_after_forward=reshard == "always" or (reshard == "auto" and config.parallel.pp == 1),
+    )
+
+
+def build_meta_parts(resolved: Resolved, stage_indices: tuple[int, ...]) -> tuple[list[nn.Module], ResolvedPlan]:
+    """Stage modules on the meta device, not yet parallel, and the plan resolved on the whole model."""
+    config, architecture = resolved.config, resolved.architecture
+    dtype = getattr(torch, config.precision.param)
+    with torch.device("meta"):
+        whole = Decoder(architecture, n_positions=config.training.seq_len).to(dtype)
+    plan = decoder_plan(
+        sequence_parallel=config.parallel.sequence_parallel,
+        loss_parallel=config.parallel.loss_parallel,
+        tie_embeddings=architecture.tie_embeddings,
+    )
+    parts = [split_stage(whole, plan, resolved.layers_per_stage, stage) for stage in stage_indices]
+    return parts, resolve_plan(whole, plan)
+
+
+def initialize(part: nn.Module, architecture: DecoderConfig, seed: int, device: torch.device) -> None:
+    """Draw every parameter of a materialised part by its name."""
+
+    def draw(name, shape, start, stop):
+        return draw_slice(seed, name, initial_std(architecture, name), shape, start, stop, device)
+
+    fill_parameters(part, draw)
+
+
+def build_model(resolved: Resolved, mesh: Mesh, device: torch.device) -> Model:
+    """Build on meta, split, parallelize, allocate this rank's shards and initialise them."""
+    layout, config = resolved.layout, resolved.config
+    v_shaped = SCHEDULES[config.parallel.schedule].v_shaped
+    n_stages = len(resolved.layers_per_stage)
+    indices = stages_of_rank(mesh.index("pp"), layout.pp, n_stages, v_shaped) if layout.pp > 1 else (0,)
+    parts, plan = build_meta_parts(resolved, indices)
+    treatment = treatment_of(config, device.type)
+    for part in parts:
+        parallelize_part(part, plan, mesh, treatment)
+        materialize(part, device)
+        part.rebuild_buffers(device)
+        initialize(part, resolved.architecture, config.job.seed, device)
+    return Model(tuple(parts), indices)
+
+
+def build_train_step(resolved: Resolved, model: Model, mesh: Mesh, device: torch.device) -> TrainStep:
+    """The optimizer and everything that one step does to the model."""
+    config, layout = resolved.config, resolved.layout
+    named = named_parameters(model.parts)
+    section = config.optimizer
+    optimizer = build_optimizer(
+        named, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay
+    )
+    loss_fn = TokenLoss()
+    if layout.pp == 1:
+        run = run_in_turn(model.parts[0], loss_fn, config.training.micro_batch_size)
+    else:
+        run = Pipeline(
+            model.parts, model.stage_indices, len(resolved.layers_per_stage), config.parallel.schedule,
+            resolved.n_microbatches, mesh, device, loss_fn,
+        ).forward_backward  # fmt: skip
+    sharded_logits = layout.tp > 1 and config.parallel.loss_parallel
+    return TrainStep(
+        run, loss_fn, named.values(), optimizer, layout, config.training.max_grad_norm,
+        loss_context=loss_parallel if sharded_logits else contextlib.nullcontext,
+    )  # fmt: skip

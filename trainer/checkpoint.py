@@ -1,0 +1,183 @@
+"""Checkpoints in PyTorch's distributed format (DCP): complete or not there, readable at any layout.
+
+A folder ``checkpoints/step-00000100`` holds model and optimizer by parameter name, the RNG state of each
+rank, and ``trainer_state.json``. It is written under a temporary name and renamed last.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from trainer.config import Config
+from trainer.errors import UserError
+from trainer.optimizer import create_state, named_parameters, optimizer_tensors
+
+STATE_FILE = "trainer_state.json"
+# What makes it the same run. The layout, the machine and the length may change at a resume.
+_IDENTITY = (
+    "job.seed", "model", "data.source", "data.path", "data.tokenizer", "data.seed", "data.shuffle",
+    "training.seq_len", "training.global_batch_size",
+)  # fmt: skip
+
+
+def step_of(folder: Path) -> int | None:
+    match = re.fullmatch(r"step-(\d{8})", folder.name)
+    return int(match[1]) if match else None
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints below ``root``, oldest first."""
+    found = [
+        folder for folder in root.glob("step-*") if step_of(folder) is not None and (folder / STATE_FILE).is_file()
+    ]
+    return sorted(found, key=step_of)
+
+
+def choose_resume(config: Config) -> Path | None:
+    """The checkpoint that the config asks to start from, None for a fresh start. Raises ``UserError``."""
+    own = complete_checkpoints(checkpoint_root(config))
+    resume = config.checkpoint.resume
+    if resume == "auto":
+        return own[-1] if own else None
+    if resume == "never":
+        if own:
+            raise UserError(
+                f'checkpoint.resume = "never", but job.output_dir = "{config.job.output_dir}" already holds a run '
+                f"(checkpoint of step {step_of(own[-1])}): choose another job.output_dir, or remove that folder"
+            )
+        return None
+    folder = Path(resume)
+    if not (folder / STATE_FILE).is_file():
+        raise UserError(
+            f'checkpoint.resume = "{resume}" is not a checkpoint folder; use "auto", "never" or .../step-00000100'
+        )
+    return folder
+
+
+def checkpoint_root(config: Config) -> Path:
+    return Path(config.job.output_dir) / "checkpoints"
+
+
+def read_state(folder: Path) -> dict:
+    """The checkpoint's ``trainer_state.json``."""
+    return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+
+
+def check_same_run(folder: Path, config: Config) -> None:
+    """Raise ``UserError`` if the checkpoint is of another run: other model, data, seed or batch."""
+    saved = read_state(folder)["config"]
+    now = json.loads(config.model_dump_json())
+    problems = []
+    for key in _IDENTITY:
+        section, _, name = key.partition(".")
+        before, after = (tables[section][name] if name else tables[section] for tables in (saved, now))
+        if before != after:
+            shown = f"was {before!r}, is {after!r}" if name else "differs"
+            problems.append(
+                f"{key} {shown}, but the run in {folder} must keep it: change it back, or choose another job.output_dir"
+            )
+    if problems:
+        raise UserError(*problems)
+
+
+class Checkpointer:
+    """Saves and loads the whole state of a run. Every method is called by all ranks together."""
+
+    def __init__(
+        self, config: Config, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device
+    ):
+        self.root = checkpoint_root(config)
+        self.keep_latest = config.checkpoint.keep_latest
+        self.config = json.loads(config.model_dump_json())
+        self.named = named_parameters(parts)
+        self.optimizer = optimizer
+        self.device = device
+
+    def save(self, step: int) -> Path:
+        """Write the state after ``step``. Returns the folder once it is complete."""
+        final = self.root / f"step-{step:08d}"
+        partial = self.root / f"step-{step:08d}.partial"
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # a killed run may have left one
+            partial.mkdir(parents=True)
+        dist.barrier()
+        dcp.save(self._tensors(), checkpoint_id=str(partial))
+        if dist.get_rank() == 0:
+            state = {
+                "step": step,
+                "samples_seen": step * self.config["training"]["global_batch_size"],
+                "world_size": dist.get_world_size(),
+                "torch": torch.__version__,
+                "config": self.config,
+            }
+            (partial / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+            os.rename(partial, final)
+            if self.keep_latest:
+                for old in complete_checkpoints(self.root)[: -self.keep_latest]:
+                    shutil.rmtree(old)
+        dist.barrier()
+        return final
+
+    def load(self, folder: Path) -> int:
+        """Read the state in place, at whatever layout it was written. Returns the step it was saved after.
+
+        Raises ``UserError`` listing every parameter that is missing, left over, or of another shape or dtype.
+        """
+        create_state(self.optimizer)
+        tensors = self._tensors()
+        stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+        generators = {name for name in tensors if name.startswith("rng.")}
+        self._check_keys(folder, {name: t for name, t in tensors.items() if name not in generators}, stored)
+        if not generators <= stored.keys():  # more ranks than before: the new ones keep their own state
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in generators}
+            generators = set()
+        dcp.load(tensors, checkpoint_id=str(folder))
+        for name in generators:
+            _set_rng_state(name, tensors[name])
+        return read_state(folder)["step"]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in self.named.items()}
+        state = optimizer_tensors(self.optimizer, self.named)
+        tensors |= {f"optimizer.{name}": tensor for name, tensor in state.items()}
+        rank = dist.get_rank()
+        tensors[f"rng.cpu.{rank}"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
+        return tensors
+
+    @staticmethod
+    def _check_keys(folder: Path, expected: dict[str, torch.Tensor], stored: dict) -> None:
+        # DCP itself ignores what is left over in the file and converts dtypes in silence. One rank knows
+        # only its own stages, so what is left over is judged on the union over ranks.
+        problems = []
+        for name, tensor in expected.items():
+            if name not in stored:
+                problems.append(f"{folder}: {name} is missing")
+            elif tuple(stored[name].size) != tuple(tensor.shape):
+                problems.append(
+                    f"{folder}: {name} has shape {tuple(stored[name].size)}, the model {tuple(tensor.shape)}"
+                )
+            elif stored[name].properties.dtype != tensor.dtype:
+                problems.append(f"{folder}: {name} is {stored[name].properties.dtype}, the model's {tensor.dtype}")
+        known: list = [None] * dist.get_world_size()
+        dist.all_gather_object(known, (sorted(expected), problems))
+        everything = set().union(*(names for names, _ in known))
+        left_over = [name for name in stored if not name.startswith("rng.") and name not in everything]
+        problems = sorted({problem for _, found in known for problem in found})
+        problems += [f"{folder}: {name} has no place in the model" for name in left_over]
+        if problems:
+            shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
+            raise UserError(*shown)
+
+
+def _set_rng_state(name: str, state: torch.Tensor) -> None:
+    torch.cuda.set_rng_state(state) if name.startswith("rng.cuda.") else torch.set_rng_state(state)

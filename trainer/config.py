@@ -1,0 +1,174 @@
+"""Every configuration key: its type, default, unit and meaning.
+
+Sections are typed, frozen and strict. Reading files and the command line is ``config_load.py``; rules
+that tie several keys together are ``config_rules.py``.
+"""
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Count = Annotated[int, Field(ge=1, lt=2**62)]  # a size: at least 1
+CountOrOff = Annotated[int, Field(ge=0, lt=2**62)]  # 0 means "off"
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Job(Section):
+    output_dir: str = Field("outputs/debug", min_length=1, description="folder of everything the run writes")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="seed of the initial weights")
+
+
+class Model(Section):
+    family: Literal["llama"] = Field("llama", description="model family")
+    size: str = Field("debug", description="named size of the family; any key below overrides one of its numbers")
+    dim: Count | None = Field(None, description="width of the residual stream")
+    n_layers: Count | None = Field(None, description="number of decoder blocks")
+    n_heads: Count | None = Field(None, description="query heads")
+    n_kv_heads: Count | None = Field(None, description="key/value heads; divides n_heads")
+    head_dim: Count | None = Field(None, description="channels per head (default dim / n_heads)")
+    ffn_dim: Count | None = Field(None, description="hidden width of the feed-forward")
+    vocab_size: Count | None = Field(None, description="rows of the embedding; at least the tokenizer's ids")
+    norm_eps: Positive | None = Field(None, description="epsilon of the norms")
+    rope_theta: Positive | None = Field(None, description="base of the rotary frequencies")
+    tie_embeddings: bool | None = Field(None, description="one matrix for input embedding and output")
+
+
+class Data(Section):
+    source: Literal["bundled", "text", "jsonl"] = Field(
+        "bundled", description='"bundled": a novel that ships with the code; "text", "jsonl": the file at data.path'
+    )
+    path: str | None = Field(
+        None, description='a .txt or .jsonl file, or the same with .gz; jsonl lines are {"text": ...}'
+    )
+    tokenizer: str = Field(
+        "bytes",
+        min_length=1,
+        description='"bytes", "smollm2" (bundled, 49,152 ids), or a tokenizer.json of Hugging Face',
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="seed of the order of the rows")
+    shuffle: bool = Field(True, description="draw a new order of the rows every epoch; false: in file order")
+    workers: CountOrOff = Field(0, description="loader processes per rank; 0: read in the training process")
+
+
+class Training(Section):
+    steps: Count = Field(100, description="optimizer steps of the whole run")
+    seq_len: Count = Field(256, description="tokens per sequence")
+    global_batch_size: Count = Field(16, description="sequences per optimizer step, over all ranks")
+    micro_batch_size: Count = Field(4, description="sequences per forward on one data rank")
+    max_grad_norm: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="clip the gradient to this global 2-norm; 0: off"
+    )
+    nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="on a loss or gradient that is inf or nan, whose update is never applied: stop, or go on"
+    )
+
+
+class Optimizer(Section):
+    lr: Positive = Field(1e-3, description="peak learning rate of AdamW")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), strict=False, description="decay of the two moments"
+    )
+    eps: Positive = Field(1e-8, description="added to the root of the second moment")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.1, description="of matrices; norms and biases are never decayed"
+    )
+
+
+class LrSchedule(Section):
+    warmup_steps: CountOrOff = Field(
+        10, description="steps n of n / (warmup_steps + 1) of the peak; 0: start at the peak"
+    )
+    decay: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description='shape after the warm-up; "wsd": constant, then linear over the last decay_steps'
+    )
+    min_lr_ratio: Fraction = Field(0.1, description="the decay's target, as a share of the peak")
+    decay_steps: CountOrOff | None = Field(
+        None, description='length of the "wsd" decay (default: a tenth of total_steps)'
+    )
+    total_steps: Count | None = Field(None, description="where the decay would end (default: training.steps)")
+
+
+class Parallel(Section):
+    tp: Count = Field(1, description="tensor parallel degree")
+    pp: Count = Field(1, description="pipeline stages (ranks)")
+    cp: Count = Field(1, description="context parallel degree; only 1 for now")
+    dp_shard: Annotated[int, Field(ge=-1)] = Field(-1, description="FSDP2 degree; -1: all ranks that are left")
+    dp_replicate: Count = Field(1, description="copies of the sharded model (HSDP)")
+    schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = Field("1F1B", description="pipeline schedule, torch's name in any case")
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _any_case(cls, value):
+        names = {name.lower(): name for name in get_args(cls.model_fields["schedule"].annotation)}
+        return names.get(value.lower(), value) if isinstance(value, str) else value
+
+    virtual_stages: Count | None = Field(
+        None, description="stages per pipeline rank (default: 2 for the interleaved and V-shaped schedules, else 1)"
+    )
+    balance: Literal["uniform"] | tuple[Count, ...] = Field(
+        "uniform", description='layers per stage: "uniform" (differ by at most 1), or a list, one number a stage'
+    )
+    sequence_parallel: bool = Field(True, description="with tp: shard the residual stream and norms over the sequence")
+    loss_parallel: bool = Field(True, description="with tp: keep the logits sharded over the vocabulary")
+    reshard_after_forward: Literal["auto", "always", "never"] = Field(
+        "auto", description='free gathered parameters after the forward; "auto": always without pp, never with it'
+    )
+
+
+class Precision(Section):
+    param: Dtype = Field("float32", description="stored parameters, their gradients and the optimizer's moments")
+    compute: Dtype | Literal["auto"] = Field(
+        "auto", description='forward and backward; "auto": bfloat16 on a GPU, else float32'
+    )
+    reduce: Dtype = Field("float32", description="gradient reduction over data ranks")
+
+
+class ActivationCheckpoint(Section):
+    mode: Literal["none", "selective", "full"] = Field(
+        "none", description='recompute in the backward: nothing, cheap operations ("selective"), or each whole block'
+    )
+
+
+class Compile(Section):
+    enabled: bool = Field(False, description="torch.compile each decoder block")
+    backend: Literal["inductor", "aot_eager", "eager"] = Field("inductor", description="compiler back end")
+
+
+class Checkpoint(Section):
+    interval: CountOrOff = Field(50, description="steps between checkpoints; 0: only the last step")
+    keep_latest: CountOrOff = Field(3, description="newest checkpoints kept; 0: all")
+    resume: str = Field(
+        "auto",
+        min_length=1,
+        description='"auto": the newest checkpoint of output_dir, if any; "never"; or a checkpoint folder',
+    )
+
+
+class Metrics(Section):
+    log_interval: Count = Field(1, description="steps between logged steps; the last step is always logged")
+    tensorboard: bool = Field(True, description="write TensorBoard event files")
+
+
+class Config(Section):
+    """The whole configuration, one attribute a TOML table."""
+
+    job: Job = Job()
+    model: Model = Model()
+    data: Data = Data()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    lr_schedule: LrSchedule = LrSchedule()
+    parallel: Parallel = Parallel()
+    precision: Precision = Precision()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    checkpoint: Checkpoint = Checkpoint()
+    metrics: Metrics = Metrics()

@@ -1,0 +1,233 @@
+"""Rules that tie several keys together, checked before any process group starts.
+
+Every problem is collected, so that one run of the command shows them all; each names the keys, their
+values, and a value that would work.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from models import FAMILIES
+from models.decoder_config import DecoderConfig
+from parallelize.layout import Layout
+from parallelize.schedules import SCHEDULES, balance_uniform, microbatch_problem
+from trainer.config import Config, Model, Parallel
+from trainer.errors import UserError
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked config, with what follows from it and the number of processes."""
+
+    config: Config
+    architecture: DecoderConfig
+    layout: Layout
+    layers_per_stage: tuple[int, ...]
+
+    @property
+    def n_microbatches(self) -> int:
+        """Micro-batches per optimizer step on each data rank."""
+        training = self.config.training
+        return training.global_batch_size // (training.micro_batch_size * self.layout.dp)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.training.global_batch_size * self.config.training.seq_len
+
+
+def resolve_config(config: Config, world_size: int) -> Resolved:
+    """Check ``config`` for ``world_size`` processes. Raises ``UserError`` with every problem found."""
+    problems: list[str] = []
+
+    def attempt(function, *arguments):
+        try:
+            return function(*arguments)
+        except UserError as error:
+            problems.extend(error.problems)
+            return None
+
+    architecture = attempt(architecture_of, config.model)
+    layout = attempt(layout_of, config.parallel, world_size)
+    problems += _lr_problems(config)
+    problems += _data_problems(config)
+    layers_per_stage = ()
+    if layout is not None:
+        problems += _batch_problems(config, layout)
+        problems += _pipeline_problems(config, layout)
+    if layout is not None and architecture is not None:
+        problems += _tensor_problems(config, architecture, layout)
+        layers_per_stage = attempt(layers_per_stage_of, config.parallel, architecture, layout)
+    if problems:
+        raise UserError(*problems)
+    return Resolved(config, architecture, layout, layers_per_stage)
+
+
+def architecture_of(model: Model) -> DecoderConfig:
+    """The named size with the section's overrides applied."""
+    sizes = FAMILIES[model.family]
+    if model.size not in sizes:
+        raise UserError(f'model.size = "{model.size}": {model.family} has {", ".join(sizes)}')
+    overrides = model.model_dump(exclude={"family", "size"}, exclude_none=True)
+    base = sizes[model.size]
+    if "head_dim" not in overrides and overrides.keys() & {"dim", "n_heads"}:
+        base = replace(base, head_dim=None)  # follow the new quotient
+        overrides["head_dim"] = None
+    try:
+        return replace(base, **overrides)
+    except ValueError as error:
+        raise UserError(f"model: {error}") from None
+
+
+def layout_of(parallel: Parallel, world_size: int) -> Layout:
+    """The layout with ``dp_shard = -1`` filled in. Raises ``UserError`` where it does not fit the processes."""
+    if parallel.cp != 1:
+        raise UserError(f"parallel.cp = {parallel.cp}: context parallel is not available yet; use 1")
+    if parallel.dp_shard == 0:
+        raise UserError("parallel.dp_shard = 0: use -1 for all ranks that are left, or a degree of at least 1")
+    rest = parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
+    dp_shard = parallel.dp_shard
+    if dp_shard == -1:
+        dp_shard = max(1, world_size // rest)
+    layout = Layout(parallel.pp, parallel.dp_replicate, dp_shard, parallel.cp, parallel.tp)
+    if layout.world_size != world_size:
+        shown = ", ".join(
+            f"{axis} {getattr(parallel, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        )
+        raise UserError(
+            f"[parallel] {shown} needs {'a multiple of ' + str(rest) if parallel.dp_shard == -1 else layout.world_size} "
+            f"processes, but there {'is' if world_size == 1 else 'are'} {world_size}: start with --nproc {layout.world_size}, or change a degree"
+        )
+    return layout
+
+
+def layout_needs(parallel: Parallel) -> int:
+    """The smallest number of processes that the layout can run on."""
+    return parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp * max(1, parallel.dp_shard)
+
+
+def virtual_stages_of(parallel: Parallel) -> int:
+    """Stages per pipeline rank: as asked, or what the schedule wants."""
+    if parallel.pp == 1:
+        return 1
+    rule = SCHEDULES[parallel.schedule].stages_per_rank
+    return parallel.virtual_stages or rule or 2
+
+
+def layers_per_stage_of(parallel: Parallel, architecture: DecoderConfig, layout: Layout) -> tuple[int, ...]:
+    """How many layers each stage gets. Raises ``UserError`` where they cannot be placed."""
+    n_stages = layout.pp * virtual_stages_of(parallel)
+    n_layers = architecture.n_layers
+    if n_stages > n_layers:
+        raise UserError(
+            f"parallel.pp = {layout.pp} with {virtual_stages_of(parallel)} stage(s) a rank makes {n_stages} stages, "
+            f"but the model has n_layers = {n_layers}: use a parallel.pp or virtual_stages of fewer stages"
+        )
+    if parallel.balance == "uniform" or n_stages == 1:
+        return balance_uniform(n_layers, n_stages)
+    if len(parallel.balance) != n_stages or sum(parallel.balance) != n_layers:
+        raise UserError(
+            f"parallel.balance = {list(parallel.balance)} must list {n_stages} stages (pp x virtual stages) that add up "
+            f"to n_layers = {n_layers}, for example {list(balance_uniform(n_layers, n_stages))}"
+        )
+    return parallel.balance
+
+
+def _batch_problems(config: Config, layout: Layout) -> Iterator[str]:
+    training, parallel = config.training, config.parallel
+    share = training.micro_batch_size * layout.dp
+    if training.global_batch_size % share:
+        below = training.global_batch_size // share * share
+        yield (
+            f"training.global_batch_size = {training.global_batch_size} is not a multiple of training.micro_batch_size "
+            f"= {training.micro_batch_size} times dp = {layout.dp} (dp_replicate x dp_shard): "
+            f"use {f'{below} or ' if below else ''}{below + share}, or another micro_batch_size"
+        )
+    elif layout.pp > 1:
+        n_stages = layout.pp * virtual_stages_of(parallel)
+        n_microbatches = training.global_batch_size // share
+        if problem := microbatch_problem(parallel.schedule, layout.pp, n_stages, n_microbatches):
+            yield (
+                f"training.global_batch_size = {training.global_batch_size} / (micro_batch_size = {training.micro_batch_size} "
+                f"x dp = {layout.dp}) makes {n_microbatches} micro-batch(es), but parallel.schedule = {problem}"
+            )
+
+
+def _pipeline_problems(config: Config, layout: Layout) -> Iterator[str]:
+    parallel = config.parallel
+    rule = SCHEDULES[parallel.schedule]
+    if layout.pp == 1:
+        if parallel.virtual_stages not in (None, 1):
+            yield f"parallel.virtual_stages = {parallel.virtual_stages} needs parallel.pp above 1 (it is 1)"
+        return
+    virtual = virtual_stages_of(parallel)
+    if rule.stages_per_rank is not None and virtual != rule.stages_per_rank:
+        yield (
+            f"parallel.virtual_stages = {virtual}: schedule {parallel.schedule} takes exactly {rule.stages_per_rank}"
+            + ("; for more use Interleaved1F1B" if rule.stages_per_rank == 1 else "")
+        )
+    if rule.splits_backward and config.compile.enabled:
+        yield (
+            f"compile.enabled = true with parallel.schedule = {parallel.schedule}: torch cannot split the backward of "
+            "a compiled block; use 1F1B or Interleaved1F1B, or compile.enabled = false"
+        )
+    if rule.splits_backward and config.activation_checkpoint.mode == "selective":
+        yield (
+            f'activation_checkpoint.mode = "selective" with parallel.schedule = {parallel.schedule}: the split backward '
+            'would recompute twice, which torch refuses; use "full" or "none"'
+        )
+    if rule.splits_backward and parallel.reshard_after_forward == "always":
+        yield (
+            f'parallel.reshard_after_forward = "always" with parallel.schedule = {parallel.schedule} gives wrong '
+            'gradients in torch 2.13; use "auto" or "never"'
+        )
+
+
+def _tensor_problems(config: Config, architecture: DecoderConfig, layout: Layout) -> Iterator[str]:
+    tp = layout.tp
+    for name in ("n_heads", "n_kv_heads", "ffn_dim"):
+        value = getattr(architecture, name)
+        if value % tp:
+            yield f"parallel.tp = {tp} does not divide {name} = {value} of the model: use {_divisors(value)}"
+    seq_len = config.training.seq_len
+    if config.parallel.sequence_parallel and seq_len % tp:
+        yield (
+            f"training.seq_len = {seq_len} is not a multiple of parallel.tp = {tp}, as sequence parallel needs: "
+            f"use {f'{seq_len // tp * tp} or ' if seq_len >= tp else ''}{(seq_len // tp + 1) * tp}, or parallel.sequence_parallel = false"
+        )
+    if architecture.vocab_size < tp:
+        yield f"parallel.tp = {tp} is above vocab_size = {architecture.vocab_size} of the model"
+    if architecture.tie_embeddings and layout.pp > 1:
+        yield (
+            f"parallel.pp = {layout.pp} with tie_embeddings = true: the first and the last stage would each hold a copy "
+            "of the tied matrix, which is not supported yet; use parallel.pp = 1, or model.tie_embeddings = false"
+        )
+
+
+def _lr_problems(config: Config) -> Iterator[str]:
+    schedule, steps = config.lr_schedule, config.training.steps
+    total = schedule.total_steps or steps
+    if total < steps:
+        yield f"lr_schedule.total_steps = {total} is below training.steps = {steps}: use at least {steps}, or leave it out"
+    if schedule.warmup_steps > total:
+        yield f"lr_schedule.warmup_steps = {schedule.warmup_steps} is above the {total} steps of the schedule: use at most {total}"
+    if schedule.decay_steps is not None and schedule.decay != "wsd":
+        yield f'lr_schedule.decay_steps = {schedule.decay_steps} is only for decay = "wsd"; decay is "{schedule.decay}"'
+    elif schedule.decay == "wsd" and schedule.warmup_steps + (schedule.decay_steps or 0) > total:
+        yield (
+            f"lr_schedule.warmup_steps = {schedule.warmup_steps} + decay_steps = {schedule.decay_steps} is above the "
+            f"{total} steps of the schedule"
+        )
+
+
+def _data_problems(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.source == "bundled" and data.path is not None:
+        yield f'data.path = "{data.path}" is not read with data.source = "bundled"; use "text" or "jsonl"'
+    if data.source != "bundled" and data.path is None:
+        yield f'data.source = "{data.source}" needs data.path'
+
+
+def _divisors(value: int) -> str:
+    powers = [2**k for k in range(int(math.log2(value)) + 1) if value % 2**k == 0]
+    return " or ".join(map(str, powers)) if len(powers) > 1 else "1"

@@ -1,0 +1,87 @@
+"""Which rows make up the global batch of a step, and the loader that fetches a rank's share of it."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from trainer.data.documents import read_documents
+from trainer.data.rows import TokenRows, token_stream
+from trainer.data.tokenizer import load_tokenizer
+from trainer.errors import UserError
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The endless order of rows: epoch after epoch, each in its own shuffle.
+
+    ``rows(k)`` of sample number k (0 is the run's first) depends on the seed and k alone.
+    """
+
+    n_rows: int
+    seed: int
+    shuffle: bool
+
+    def epoch(self, number: int) -> torch.Tensor:
+        """The rows of one epoch, int64 [n_rows]."""
+        if not self.shuffle:
+            return torch.arange(self.n_rows)
+        digest = hashlib.sha256(f"{self.seed}/{number}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return torch.randperm(self.n_rows, generator=generator)
+
+    def samples_from(self, sample: int) -> Iterator[int]:
+        """Rows of samples ``sample``, ``sample + 1``, ... without end."""
+        number, offset = divmod(sample, self.n_rows)
+        while True:
+            yield from self.epoch(number)[offset:].tolist()
+            number, offset = number + 1, 0
+
+
+class StepSampler:
+    """One data rank's rows of each step: its contiguous share of the step's global batch.
+
+    A step's batch depends on (seed, step) alone; ``dp_index`` of ``dp`` only says which share to read.
+    """
+
+    def __init__(self, order: RowOrder, global_batch_size: int, dp_index: int, dp: int, first_step: int):
+        assert global_batch_size % dp == 0, "the config check compares these before"
+        self.order = order
+        self.global_batch_size = global_batch_size
+        self.share = global_batch_size // dp
+        self.dp_index = dp_index
+        self.first_step = first_step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples = self.order.samples_from((self.first_step - 1) * self.global_batch_size)
+        while True:
+            batch = [next(samples) for _ in range(self.global_batch_size)]
+            yield batch[self.dp_index * self.share : (self.dp_index + 1) * self.share]
+
+
+def load_rows(data, seq_len: int, vocab_size: int) -> TokenRows:
+    """Read and tokenize the text of the ``[data]`` section. Raises ``UserError`` for what the user can mend."""
+    tokenizer = load_tokenizer(data.tokenizer)
+    if tokenizer.n_ids > vocab_size:
+        raise UserError(
+            f'data.tokenizer = "{data.tokenizer}" has {tokenizer.n_ids} ids, but the model has vocab_size = {vocab_size}: '
+            f"set model.vocab_size to at least {tokenizer.n_ids}, or use another tokenizer"
+        )
+    return TokenRows(token_stream(read_documents(data.source, data.path), tokenizer), seq_len)
+
+
+def make_loader(
+    rows: TokenRows, data, global_batch_size: int, dp_index: int, dp: int, first_step: int
+) -> StatefulDataLoader:
+    """Batches of this data rank from ``first_step`` (1-based) on: tokens and labels int64 [sequences, S].
+
+    The position is the step alone, so the loader's own state, which knows a rank and its workers, is not
+    saved: a run may go on with any number of either.
+    """
+    order = RowOrder(len(rows), data.seed, data.shuffle)
+    sampler = StepSampler(order, global_batch_size, dp_index, dp, first_step)
+    return StatefulDataLoader(
+        rows, batch_sampler=sampler, num_workers=data.workers, pin_memory=torch.cuda.is_available()
+    )

@@ -1,0 +1,58 @@
+"""A stream of tokens cut into training rows."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from trainer.data.tokenizer import Tokenizer
+from trainer.errors import UserError
+
+IGNORED = -100  # a label that does not count; torch's default ignore_index
+
+
+def labels_of(tokens: torch.Tensor, trained: torch.Tensor | None = None) -> torch.Tensor:
+    """Labels int64 [S] of S + 1 tokens: ``label[i] = token[i + 1]``, IGNORED where that token is not trained.
+
+    ``trained`` bool [S + 1] says which tokens the model should learn to produce: with a prompt of p
+    tokens masked, label p - 1 (the first answer token) is the first that counts.
+    """
+    labels = tokens[1:].clone()
+    if trained is not None:
+        labels[~trained[1:]] = IGNORED
+    return labels
+
+
+class TokenRows(Dataset):
+    """Row i holds tokens [i S, i S + S] of the stream: S inputs and S labels.
+
+    Neighbouring rows share one token, as the last label of one and the first input of the next, so every
+    token but the first is a label exactly once. A last, shorter row is dropped.
+    """
+
+    def __init__(self, stream: np.ndarray, seq_len: int):
+        self.stream = stream
+        self.seq_len = seq_len
+        self.n_rows = (len(stream) - 1) // seq_len
+        if self.n_rows < 1:
+            raise UserError(
+                f"the text has {len(stream)} tokens, fewer than one row of training.seq_len + 1 = {seq_len + 1}: "
+                "use a longer text or a shorter seq_len"
+            )
+
+    def __len__(self) -> int:
+        return self.n_rows
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        first = row * self.seq_len
+        tokens = torch.from_numpy(self.stream[first : first + self.seq_len + 1].astype(np.int64))
+        return {"tokens": tokens[:-1], "labels": labels_of(tokens)}
+
+
+def token_stream(documents: Iterable[str], tokenizer: Tokenizer) -> np.ndarray:
+    """All documents as one int32 stream, each followed by the end-of-text id."""
+    pieces = []
+    for document in documents:
+        pieces += [tokenizer.encode(document), np.array([tokenizer.eos_id], dtype=np.int32)]
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)

@@ -1,0 +1,74 @@
+"""Text to token ids."""
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from trainer.errors import UserError
+
+ASSETS = Path(__file__).resolve().parent.parent.parent / "assets"
+
+
+class Tokenizer(Protocol):
+    """``n_ids``: ids are 0 ... n_ids - 1. ``eos_id``: put after each document."""
+
+    n_ids: int
+    eos_id: int
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of ``text``, int32 [n], without special tokens."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0-255, and 256 for the end of a document. Needs no file."""
+
+    n_ids = 257
+    eos_id = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json``, and the end-of-text token that ``tokenizer_config.json`` beside it names."""
+
+    def __init__(self, path: Path):
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"data.tokenizer: {path} is not a tokenizer.json that can be read: {error}") from None
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.n_ids = max(vocabulary.values()) + 1
+        name = self._eos_name(path.parent / "tokenizer_config.json", vocabulary)
+        if name not in vocabulary:
+            raise UserError(
+                f"data.tokenizer: {path} names no end-of-text token; "
+                'put {"eos_token": "..."} into a tokenizer_config.json beside it'
+            )
+        self.eos_id = vocabulary[name]
+
+    @staticmethod
+    def _eos_name(config: Path, vocabulary: dict[str, int]) -> str | None:
+        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+        if isinstance(token, dict):
+            token = token.get("content")
+        usual = ("<|end_of_text|>", "<|endoftext|>", "</s>")
+        return token or next((name for name in usual if name in vocabulary), None)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+
+def load_tokenizer(name_or_path: str) -> Tokenizer:
+    """ "bytes", "smollm2", a ``tokenizer.json``, or a folder that holds one. Raises ``UserError``."""
+    if name_or_path == "bytes":
+        return ByteTokenizer()
+    path = ASSETS / "smollm2" if name_or_path == "smollm2" else Path(name_or_path)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f'data.tokenizer = "{name_or_path}": no such file; use "bytes", "smollm2" or a tokenizer.json')
+    return HuggingFaceTokenizer(path)

@@ -1,0 +1,24 @@
+"""The one kind of error that is the user's to mend, and how a program says it."""
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 75  # a signal, after a clean checkpoint: start me again
+
+# Names the file where rank 0 leaves its exit code for the launcher: torchrun, when a signal stops it,
+# does not tell the codes of its workers.
+STATUS_FILE_VARIABLE = "MESHLOOM_STATUS_FILE"
+
+
+class UserError(ValueError):
+    """Something in the config, the command line or the files that only the user can put right.
+
+    ``problems`` holds one line each: what is wrong, the value, what would work. Shown without a traceback.
+    """
+
+    def __init__(self, *problems: str):
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+    def message(self) -> str:
+        lines = [f"error: {problem}" for problem in self.problems]
+        return "\n".join(lines)

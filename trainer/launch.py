@@ -1,0 +1,161 @@
+"""From a command line to running processes: ``./run_train.sh`` calls this.
+
+Everything that can be known to be wrong is found here, before a process starts, and said once.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from trainer.config import Config
+from trainer.config_load import key_help, load_config, split_overrides
+from trainer.config_rules import layout_needs, resolve_config
+from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, STATUS_FILE_VARIABLE, UserError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        prog="./run_train.sh", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Train a model. Without arguments: the debug model on the bundled text.",
+        epilog="Any configuration key can be set as --section.key=value:\n" + key_help(),
+    )  # fmt: skip
+    parser.add_argument(
+        "--config", metavar="C", default="debug.toml", help="a TOML file, or a name from train_configs/"
+    )
+    parser.add_argument(
+        "--nproc",
+        metavar="N",
+        type=int,
+        help="processes on this machine (default: its GPUs, else what the layout needs)",
+    )
+    try:
+        rest, overrides = split_overrides(arguments)
+        options = parser.parse_args(rest)
+        config = load_config(options.config, overrides)
+        n_nodes = _environment_number("NNODES", 1)
+        nproc = _check(config, options.nproc, n_nodes)
+    except UserError as error:
+        print(error.message(), file=sys.stderr)
+        return EXIT_BAD_INPUT
+    if nproc * n_nodes == 1:
+        from trainer import train
+
+        return train.main(config)
+    command = ["-m", "trainer", "train", "--config", options.config]
+    return _torchrun(nproc, n_nodes, command + [override.shown for override in overrides])
+
+
+def _check(config: Config, nproc: int | None, n_nodes: int) -> int:
+    """Everything about the config, this machine and the files that can be checked now. Returns nproc."""
+    if nproc is not None and nproc < 1:
+        raise UserError(f"--nproc {nproc}: at least 1 process is needed")
+    n_gpus = _count_gpus()
+    needed = layout_needs(config.parallel)
+    if nproc is None:
+        nproc = n_gpus or -(-needed // n_nodes)
+    if n_gpus and nproc > n_gpus:
+        raise UserError(f"--nproc {nproc}, but this machine has {n_gpus} GPU(s)")
+    try:
+        resolved = resolve_config(config, nproc * n_nodes)
+    except UserError as error:
+        if n_gpus and needed > nproc * n_nodes:
+            machines = -(-needed // n_gpus)
+            raise UserError(
+                *error.problems,
+                f"the config needs {needed} GPUs and this machine has {n_gpus}: start it on {machines} machine(s) like it "
+                "with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set, or try ./run_train.sh --config debug.toml",
+            ) from None
+        raise
+    from trainer.hardware import check_memory
+
+    gpu_bytes = _gpu_bytes() if n_gpus else None
+    check_memory(resolved.architecture.n_params, config.precision, resolved.layout, nproc, gpu_bytes)
+    _check_files(config)
+    return nproc
+
+
+def _check_files(config: Config) -> None:
+    from trainer.data.documents import check_source
+
+    problems = []
+    for check in (
+        lambda: check_source(config.data.source, config.data.path),
+        lambda: _check_writable(config.job.output_dir),
+    ):
+        try:
+            check()
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+
+
+def _check_writable(output_dir: str) -> None:
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output_dir):
+            pass
+    except OSError as error:
+        raise UserError(f'job.output_dir = "{output_dir}" cannot be written: {error.strerror}') from None
+
+
+def _count_gpus() -> int:
+    """GPUs that torch will see, without loading torch where there is no driver."""
+    if not Path("/proc/driver/nvidia/version").exists() and not Path("/dev/kfd").exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _gpu_bytes() -> int:
+    import torch
+
+    return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
+
+
+def _environment_number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit() or int(text) < default:
+        raise UserError(f"environment variable {name}={text}: must be a whole number, at least {default}")
+    return int(text)
+
+
+def _torchrun(nproc: int, n_nodes: int, command: list[str]) -> int:
+    """Run ``command`` as torchrun's workers and return the exit code that the first failing rank gave."""
+    import logging
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # our ranks speak for themselves
+    if n_nodes == 1:
+        rendezvous = ["--standalone"]
+    else:
+        rendezvous = [
+            f"--nnodes={n_nodes}",
+            f"--node-rank={_environment_number('NODE_RANK', 0)}",
+            f"--master-addr={os.environ.get('MASTER_ADDR', 'localhost')}",
+            f"--master-port={_environment_number('MASTER_PORT', 29500) if 'MASTER_PORT' in os.environ else 29500}",
+        ]
+    with tempfile.NamedTemporaryFile(prefix="meshloom-status-") as status:
+        os.environ[STATUS_FILE_VARIABLE] = status.name
+        try:
+            run.run(run.parse_args([*rendezvous, f"--nproc-per-node={nproc}", *command]))
+            return 0
+        except ChildFailedError as error:
+            codes = [failure.exitcode for failure in error.failures.values()]
+            said = status.read().decode()
+            return int(said) if said else max(codes) if max(codes) > 0 else EXIT_FAILED
+        except SignalException:
+            said = status.read().decode()
+            return int(said) if said else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

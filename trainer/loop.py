@@ -1,0 +1,128 @@
+"""The training loop: fetch, step, report, save, until the last step or a request to stop."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from trainer.checkpoint import Checkpointer
+from trainer.hardware import memory_peak_bytes
+from trainer.lr_schedule import LrSchedule
+from trainer.metrics import Reporter, Stopwatch
+from trainer.optimizer import set_lr
+from trainer.signals import StopRequest
+from trainer.step import StepResult, TrainStep
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradient norm was inf or nan and the config says to stop."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Constants of a run that its reports need."""
+
+    tokens_per_step: int
+    flops_per_token: int
+    world_size: int
+    peak_flops: float | None  # of one device; None: unknown
+
+
+@dataclass
+class Run:
+    """Everything the loop touches, put together in ``train.py``."""
+
+    step: TrainStep
+    batches: Iterator[dict[str, torch.Tensor]]  # of this data rank, from step ``done_steps + 1`` on
+    lr: LrSchedule
+    checkpointer: Checkpointer
+    reporter: Reporter
+    stop: StopRequest
+    facts: RunFacts
+    device: torch.device
+    done_steps: int  # 0, or the step of the checkpoint that was loaded
+    last_step: int
+    log_interval: int
+    save_interval: int  # 0: only the last step
+    stop_on_nonfinite: bool
+    skipped_steps: int = 0
+    unread: deque = field(default_factory=deque)  # (step, result) whose verdict is still on the device
+
+
+def train(run: Run) -> bool:
+    """Train to the last step. Returns False if it stopped early, after a checkpoint, because it was asked to."""
+    watch = Stopwatch()
+    for step in range(run.done_steps + 1, run.last_step + 1):
+        tokens, labels = watch.time_data(lambda: next_batch(run))
+        lr = run.lr.at(step)
+        set_lr(run.step.optimizer, lr)
+        result = run.step(tokens, labels, stop_requested=run.stop.requested)
+        watch.n_steps += 1
+
+        logs = step % run.log_interval == 0 or step == run.last_step
+        saves = step == run.last_step or (run.save_interval and step % run.save_interval == 0)
+        run.unread.append((step, result))
+        # A GPU runs behind: reading the step before last does not make it wait. A log or a checkpoint
+        # wants the newest anyway, and on a CPU there is nothing to wait for.
+        stops = read_verdicts(run, n_left_unread=0 if logs or saves or run.device.type == "cpu" else 1)
+        if logs:
+            run.reporter.write(record_of(run, step, result, lr, watch))
+            watch.restart()
+        if stops and run.unread:
+            read_verdicts(run, n_left_unread=0)
+        if saves or stops:
+            watch.pause(run.checkpointer.save, step)
+        if stops:
+            return step == run.last_step
+    return True
+
+
+def next_batch(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    """The step's tokens and labels of this data rank on its device: int64 [sequences, S]."""
+    batch = next(run.batches)
+    return tuple(batch[key].to(run.device, non_blocking=True) for key in ("tokens", "labels"))
+
+
+def read_verdicts(run: Run, n_left_unread: int) -> bool:
+    """Learn whether steps were finite, and whether any rank was asked to stop.
+
+    Every rank reads the same numbers of the same steps, so all act alike. Raises ``NonFiniteError``.
+    """
+    stops = False
+    while len(run.unread) > n_left_unread:
+        step, result = run.unread.popleft()
+        stops |= result.stop.item() > 0
+        if result.skipped.item():
+            run.skipped_steps += 1
+            if run.stop_on_nonfinite:
+                raise NonFiniteError(
+                    f"step {step}: loss {result.loss.item()}, gradient norm {result.grad_norm.item()}. "
+                    "The update was not applied; the checkpoints before it are good. "
+                    'To go on past such steps: training.nonfinite = "skip"'
+                )
+    return stops
+
+
+def record_of(run: Run, step: int, result: StepResult, lr: float, watch: Stopwatch) -> dict:
+    """One line of metrics.jsonl: rates over the steps since the last one."""
+    facts = run.facts
+    loss, grad_norm = result.loss.item(), result.grad_norm.item()  # first: they wait for the device
+    step_time_s = watch.elapsed_s / watch.n_steps
+    tokens_per_s = facts.tokens_per_step / step_time_s
+    flops_per_device = tokens_per_s * facts.flops_per_token / facts.world_size
+    return {
+        "step": step,
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "lr": lr,
+        "tokens_seen": step * facts.tokens_per_step,
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_per_device": tokens_per_s / facts.world_size,
+        "step_time_s": step_time_s,
+        "data_time_s": watch.data_s / watch.n_steps,
+        "tflops_per_device": flops_per_device / 1e12,
+        "mfu": None if facts.peak_flops is None else flops_per_device / facts.peak_flops,
+        "memory_peak_bytes": memory_peak_bytes(run.device.type),
+        "skipped_steps": run.skipped_steps,
+    }

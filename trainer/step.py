@@ -1,0 +1,96 @@
+"""One optimizer step: all micro-batches, one norm, one clip, one update."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from parallelize.grad_norm import clip_by_norm, squared_norm_share
+from parallelize.layout import Layout
+from parallelize.mesh import sum_over_ranks
+from trainer.loss import TokenLoss, count_valid
+
+RunMicroBatches = Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]
+
+
+def run_in_turn(part: nn.Module, loss_fn: Callable, micro_batch_size: int) -> RunMicroBatches:
+    """Micro-batches one after another on the whole model: the counterpart of a pipeline schedule."""
+
+    def run(tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+        losses = []
+        for inputs, targets in zip(tokens.split(micro_batch_size), labels.split(micro_batch_size)):
+            loss = loss_fn(part(inputs), targets)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    return run
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Device scalars, the same on every rank; reading one waits for the step."""
+
+    loss: torch.Tensor  # token-weighted mean over the global batch
+    grad_norm: torch.Tensor  # before clipping
+    skipped: torch.Tensor  # 1 if loss or gradient was not finite and the update left out, else 0
+    stop: torch.Tensor  # above 0 if any rank was asked to stop
+
+
+class TrainStep:
+    """Callable: (tokens, labels) of this data rank, int64 [sequences, S] -> ``StepResult``."""
+
+    def __init__(
+        self,
+        run_micro_batches: RunMicroBatches,
+        loss_fn: TokenLoss,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        layout: Layout,
+        max_grad_norm: float,
+        loss_context: Callable = contextlib.nullcontext,
+    ):
+        self.run_micro_batches = run_micro_batches
+        self.loss_fn = loss_fn
+        self.parameters = list(parameters)
+        self.optimizer = optimizer
+        self.layout = layout
+        self.max_grad_norm = max_grad_norm
+        self.loss_context = loss_context
+
+    def __call__(self, tokens: torch.Tensor, labels: torch.Tensor, stop_requested: bool = False) -> StepResult:
+        loss_share = self.forward_backward(tokens, labels)
+        return self.update(loss_share, stop_requested)
+
+    def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Accumulate gradients of all micro-batches. Returns what this rank adds to the loss, a scalar."""
+        # Ranks that differ only in pp or tp count the same sequences.
+        copies = self.layout.pp * self.layout.tp
+        self.loss_fn.n_tokens = sum_over_ranks(count_valid(labels)) // copies
+        with self.loss_context():
+            losses = self.run_micro_batches(tokens, labels)
+        if not losses:  # a pipeline rank without the last stage
+            return torch.zeros((), device=labels.device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def update(self, loss_share: torch.Tensor, stop_requested: bool = False) -> StepResult:
+        """Clip by the global norm and apply one update, unless a number is not finite on any rank."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        shares = [
+            loss_share / self.layout.tp,
+            squared_norm_share(gradients, self.layout),
+            torch.full_like(loss_share, stop_requested),
+        ]
+        loss, squared_norm, stop = sum_over_ranks(torch.stack([share.double() for share in shares])).unbind()
+        grad_norm = squared_norm.sqrt()
+        if self.max_grad_norm:
+            clip_by_norm(gradients, grad_norm.float(), self.max_grad_norm)
+        skipped = 1.0 - (loss.isfinite() & grad_norm.isfinite()).float()
+        # The fused kernel itself leaves everything as it was where this is 1, moments and step counts
+        # included: the decision needs no wait for the device, and every rank has the same bits.
+        self.optimizer.grad_scale, self.optimizer.found_inf = None, skipped
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepResult(loss, grad_norm, skipped, stop)
