@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallelize.recompute import named_parameters
+
 try:  # private in torch 2.11 to 2.13; DCP relies on it for the same purpose
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 except ImportError as error:  # pragma: no cover
@@ -33,7 +35,7 @@ def fill_parameters(part: nn.Module, draw: Callable[..., torch.Tensor]) -> None:
 
     ``shape`` is the parameter's global shape. Never holds more than one slice beside the parameters.
     """
-    for name, parameter in part.named_parameters():
+    for name, parameter in named_parameters(part):
         start, stop = local_slice(parameter)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local.copy_(draw(name, tuple(parameter.shape), start, stop))

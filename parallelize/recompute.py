@@ -1,8 +1,10 @@
 """Activation recomputation: keep less in the forward, compute it again in the backward."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 _aten = torch.ops.aten
@@ -34,13 +36,16 @@ def _selective_contexts():
 
 
 def with_recompute(block: nn.Module, mode: str) -> nn.Module:
-    """Wrap one block for ``mode`` "selective" or "full"; "none" returns it as it is.
-
-    Parameter names are unchanged: the wrapper hides itself from ``named_parameters`` and state dicts.
-    """
+    """Wrap one block for ``mode`` "selective" or "full"; "none" returns it as it is."""
     if mode == "none":
         return block
     # No dropout anywhere, so there is no RNG state worth the copies.
     if mode == "full":
         return checkpoint_wrapper(block, preserve_rng_state=False)
     return checkpoint_wrapper(block, context_fn=_selective_contexts, preserve_rng_state=False)
+
+
+def named_parameters(part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """A part's parameters by their name in the whole, plain model; a tied one once."""
+    for name, parameter in part.named_parameters():
+        yield name.replace(_CHECKPOINT_PREFIX, ""), parameter

@@ -20,7 +20,7 @@ from parallelize.schedules import SCHEDULES, stages_of_rank
 from trainer.config import Config
 from trainer.config_rules import Resolved
 from trainer.loss import TokenLoss
-from trainer.optimizer import build_optimizer, named_parameters
+from trainer.optimizer import build_optimizer, parameters_of
 from trainer.step import TrainStep, run_in_turn
 
 
@@ -98,7 +98,7 @@ def build_model(resolved: Resolved, mesh: Mesh, device: torch.device) -> Model:
 def build_train_step(resolved: Resolved, model: Model, mesh: Mesh, device: torch.device) -> TrainStep:
     """The optimizer and everything that one step does to the model."""
     config, layout = resolved.config, resolved.layout
-    named = named_parameters(model.parts)
+    named = parameters_of(model.parts)
     section = config.optimizer
     optimizer = build_optimizer(
         named, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay

@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer.config import Config
 from trainer.errors import UserError
-from trainer.optimizer import create_state, named_parameters, optimizer_tensors
+from trainer.optimizer import create_state, optimizer_tensors, parameters_of
 
 STATE_FILE = "trainer_state.json"
 # What makes it the same run. The layout, the machine and the length may change at a resume.
@@ -97,7 +97,7 @@ class Checkpointer:
         self.root = checkpoint_root(config)
         self.keep_latest = config.checkpoint.keep_latest
         self.config = json.loads(config.model_dump_json())
-        self.named = named_parameters(parts)
+        self.named = parameters_of(parts)
         self.optimizer = optimizer
         self.device = device
 

@@ -6,12 +6,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallelize.recompute import named_parameters
 
-def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+
+def parameters_of(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     """Every parameter of a rank's parts by its name in the whole model; a tied one once."""
     named: dict[str, nn.Parameter] = {}
     for part in parts:
-        for name, parameter in part.named_parameters():
+        for name, parameter in named_parameters(part):
             assert name not in named, f"two model parts of this rank hold {name}"
             named[name] = parameter
     return named

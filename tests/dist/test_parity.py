@@ -1,0 +1,74 @@
+"""One run, any layout: each equals one process in initial weights, loss, gradient norm and every gradient."""
+
+import pytest
+
+from tests.dist.parity import check_parity
+
+LAYOUTS = {
+    "dp2": (2, {}),
+    "tp2": (2, dict(parallel__tp=2)),
+    "pp2": (2, dict(parallel__pp=2)),
+    "dp2_tp2": (4, dict(parallel__tp=2)),
+    "dp2_pp2": (4, dict(parallel__pp=2)),
+    "tp2_pp2": (4, dict(parallel__tp=2, parallel__pp=2)),
+    "dp2_tp2_pp2": (8, dict(parallel__tp=2, parallel__pp=2)),
+    "hsdp2x2": (4, dict(parallel__dp_replicate=2)),
+    "hsdp2x2_tp2": (8, dict(parallel__dp_replicate=2, parallel__tp=2)),
+    "pp4": (4, dict(parallel__pp=4)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout(ranks, name):
+    world_size, overrides = LAYOUTS[name]
+    check_parity(ranks, world_size, **overrides)
+
+
+def test_one_rank_is_the_reference(ranks):
+    check_parity(ranks, 1)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+)
+def test_schedule(ranks, schedule):
+    check_parity(ranks, 4, parallel__pp=2, parallel__schedule=schedule, training__micro_batch_size=1)
+
+
+def test_interleaved_with_tp_and_dp(ranks):
+    check_parity(ranks, 8, parallel__pp=2, parallel__tp=2, parallel__schedule="Interleaved1F1B")
+
+
+@pytest.mark.parametrize("world_size, micro_batch_size", [(1, 8), (1, 2), (2, 4), (2, 1)])
+def test_accumulation(ranks, world_size, micro_batch_size):
+    check_parity(ranks, world_size, training__micro_batch_size=micro_batch_size)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("overrides", [{}, dict(parallel__tp=2), dict(parallel__pp=2)], ids=["dp2", "tp2", "pp2"])
+def test_recompute(ranks, mode, overrides):
+    check_parity(ranks, 2, n_steps=2, activation_checkpoint__mode=mode, **overrides)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("overrides", [dict(parallel__tp=2), dict(parallel__pp=2)], ids=["dp2_tp2", "dp2_pp2"])
+def test_compile(ranks, mode, overrides):
+    check_parity(
+        ranks, 4, n_steps=2, compile__enabled=True, compile__backend="aot_eager", activation_checkpoint__mode=mode,
+        timeout_s=300, **overrides,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("switch", ["sequence_parallel", "loss_parallel"])
+def test_tensor_parallel_without(ranks, switch):
+    check_parity(ranks, 4, parallel__tp=2, **{f"parallel__{switch}": False})
+
+
+@pytest.mark.parametrize("reshard", ["always", "never"])
+def test_reshard_after_forward(ranks, reshard):
+    check_parity(ranks, 4, n_steps=2, parallel__tp=2, parallel__reshard_after_forward=reshard)
+
+
+@pytest.mark.parametrize("overrides", [{}, dict(parallel__tp=2)], ids=["dp2", "tp2"])
+def test_tied_embeddings(ranks, overrides):
+    check_parity(ranks, 2, model__tie_embeddings=True, **overrides)

@@ -1,0 +1,109 @@
+"""The tiny model of the cases, its batches, and the reference: one process, no trainer, no parallelism."""
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from models.decoder import Decoder
+from models.initialize import draw_slice, initial_std
+from trainer.config import Config
+from trainer.config_load import Override, load_config
+from trainer.config_rules import Resolved, resolve_config
+from trainer.data.rows import IGNORED
+
+TINY = {
+    "model.dim": 64, "model.n_layers": 4, "model.n_heads": 4, "model.n_kv_heads": 2, "model.head_dim": 16,
+    "model.ffn_dim": 128, "model.vocab_size": 256, "training.seq_len": 32, "training.global_batch_size": 8,
+    "training.micro_batch_size": 2, "training.max_grad_norm": 0.5, "optimizer.lr": 0.01,
+    "metrics.tensorboard": False,
+}  # fmt: skip
+
+
+def tiny_config(**overrides) -> Config:
+    """The tiny configuration; keys are given with ``__`` for the dot: ``parallel__tp=2``."""
+    keys = TINY | {key.replace("__", "."): value for key, value in overrides.items()}
+    return load_config(None, [Override(key, _toml(value)) for key, value in keys.items()])
+
+
+def _toml(value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(list(value) if isinstance(value, tuple) else value)
+
+
+def make_batch(config: Config, step: int, mask: str = "none") -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch of a step: tokens and labels int64 [global batch, S].
+
+    mask: "none"; "unequal" ignores a different, large share of each sequence; "empty_rows" also all labels of
+    the first half of the batch; "all" every label.
+    """
+    training, vocab = config.training, config.model.vocab_size
+    generator = torch.Generator().manual_seed(1000 + step)
+    shape = (training.global_batch_size, training.seq_len + 1)
+    tokens = torch.randint(0, vocab, shape, generator=generator)
+    tokens[:, 0] = vocab - 1  # the last id is an input and a label
+    tokens[:, -1] = vocab - 1
+    labels = tokens[:, 1:].clone()
+    if mask in ("unequal", "empty_rows"):
+        kept = torch.rand(labels.shape, generator=generator) < torch.linspace(0.05, 1, shape[0])[:, None] ** 2
+        labels[~kept] = IGNORED
+    if mask == "empty_rows":
+        labels[: shape[0] // 2] = IGNORED
+    if mask == "all":
+        labels[:] = IGNORED
+    return tokens[:, :-1], labels
+
+
+@dataclass
+class Observed:
+    """What a run shows of itself: per step, and of step 1 every gradient before clipping, by name."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    final: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def reference_model(resolved: Resolved) -> Decoder:
+    architecture, config = resolved.architecture, resolved.config
+    model = Decoder(architecture, config.training.seq_len)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
+            start = (0,) * len(shape)
+            parameter.copy_(draw_slice(config.job.seed, name, initial_std(architecture, name), shape, start, shape))
+    return model
+
+
+@functools.lru_cache(maxsize=32)
+def reference(config: Config, n_steps: int, mask: str = "none") -> Observed:
+    """Train in this process with nothing but torch: one forward of the whole global batch a step."""
+    resolved = resolve_config(config, 1)
+    model, seen = reference_model(resolved), Observed()
+    named = dict(model.named_parameters())
+    seen.initial = {name: parameter.detach().clone() for name, parameter in named.items()}
+    section = config.optimizer
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": section.weight_decay},
+            {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=section.lr, betas=section.betas, eps=section.eps,
+    )  # fmt: skip
+    for step in range(1, n_steps + 1):
+        tokens, labels = make_batch(config, step, mask)
+        n_valid = int((labels != IGNORED).sum())
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / max(n_valid, 1)
+        loss.backward()
+        if step == 1:
+            seen.gradients = {name: parameter.grad.clone() for name, parameter in named.items()}
+        norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in named.values()]))
+        if config.training.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(named.values(), config.training.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.losses.append(loss.item())
+        seen.grad_norms.append(norm.item())
+    seen.final = {name: parameter.detach().clone() for name, parameter in named.items()}
+    return seen
