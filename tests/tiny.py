@@ -56,11 +56,12 @@ def make_batch(config: Config, step: int, mask: str = "none") -> tuple[torch.Ten
 
 @dataclass
 class Observed:
-    """What a run shows of itself: per step, and of step 1 every gradient before clipping, by name."""
+    """What a run shows of itself: per step, and of step 1 every gradient before and after clipping, by name."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    clipped: dict[str, torch.Tensor] = field(default_factory=dict)
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     final: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -101,6 +102,8 @@ def reference(config: Config, n_steps: int, mask: str = "none") -> Observed:
         norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in named.values()]))
         if config.training.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(named.values(), config.training.max_grad_norm)
+        if step == 1:
+            seen.clipped = {name: parameter.grad.clone() for name, parameter in named.items()}
         optimizer.step()
         optimizer.zero_grad()
         seen.losses.append(loss.item())

@@ -1,39 +1,55 @@
 """``python -m trainer COMMAND``, also installed as ``meshloom COMMAND``."""
 
 import argparse
+import json
 import os
 import sys
 
+from trainer.config import Config
 from trainer.config_load import key_help, load_config, split_overrides
 from trainer.errors import EXIT_BAD_INPUT, UserError
 
-COMMANDS = {"train": "train a model as this process, or as one rank under torchrun"}
+
+def train(options, overrides) -> int:
+    config = load_config(options.config, overrides)
+    from trainer import train  # late: loads torch
+
+    return train.main(config)
+
+
+def schema(options, overrides) -> int:
+    print(json.dumps(Config.model_json_schema(), indent=1))
+    return 0
+
+
+COMMANDS = {
+    train: "train as this one process, or as one rank under torchrun (./run_train.sh starts them all)",
+    schema: "print the JSON schema of the configuration, for editors",
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Any configuration key can be set as --section.key=value:\n" + key_help(),
-    )  # fmt: skip
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, text in COMMANDS.items():
-        command = commands.add_parser(name, help=text, allow_abbrev=False)
-        command.add_argument(
-            "--config",
-            metavar="C",
-            help="a TOML file, or a name from train_configs/ (default: every key at its default)",
-        )
+    parser = argparse.ArgumentParser(prog="python -m trainer", allow_abbrev=False)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for function, text in COMMANDS.items():
+        command = commands.add_parser(
+            function.__name__, help=text, description=text, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        command.set_defaults(run=function)
+        if function is train:
+            command.add_argument(
+                "--config", metavar="C", help="a TOML file, or a name from train_configs/ (default: all defaults)"
+            )
+            command.epilog = "Any configuration key can be set as --section.key=value:\n" + key_help()
     try:
         rest, overrides = split_overrides(sys.argv[1:])
         options = parser.parse_args(rest)
-        config = load_config(options.config, overrides)
+        return options.run(options, overrides)
     except UserError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
+        if int(os.environ.get("RANK", "0")) == 0:
             print(error.message(), file=sys.stderr)
         return EXIT_BAD_INPUT
-    from trainer import train
-
-    return train.main(config)
 
 
 if __name__ == "__main__":

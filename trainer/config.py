@@ -88,9 +88,7 @@ class LrSchedule(Section):
         "cosine", description='shape after the warm-up; "wsd": constant, then linear over the last decay_steps'
     )
     min_lr_ratio: Fraction = Field(0.1, description="the decay's target, as a share of the peak")
-    decay_steps: CountOrOff | None = Field(
-        None, description='length of the "wsd" decay (default: a tenth of total_steps)'
-    )
+    decay_steps: Count | None = Field(None, description='length of the "wsd" decay (default: a tenth of total_steps)')
     total_steps: Count | None = Field(None, description="where the decay would end (default: training.steps)")
 
 
@@ -98,7 +96,7 @@ class Parallel(Section):
     tp: Count = Field(1, description="tensor parallel degree")
     pp: Count = Field(1, description="pipeline stages (ranks)")
     cp: Count = Field(1, description="context parallel degree; only 1 for now")
-    dp_shard: Annotated[int, Field(ge=-1)] = Field(-1, description="FSDP2 degree; -1: all ranks that are left")
+    dp_shard: Count | Literal[-1] = Field(-1, description="FSDP2 degree; -1: all ranks that are left")
     dp_replicate: Count = Field(1, description="copies of the sharded model (HSDP)")
     schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"

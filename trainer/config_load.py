@@ -102,7 +102,7 @@ def type_text(schema: dict) -> str:
     if "anyOf" in schema:
         return " or ".join(type_text(option) for option in schema["anyOf"] if option.get("type") != "null")
     if "const" in schema or "enum" in schema:
-        return " or ".join(f'"{choice}"' for choice in schema.get("enum", [schema.get("const")]))
+        return " or ".join(_toml(choice) for choice in schema.get("enum", [schema.get("const")]))
     if schema["type"] == "array":
         items = schema.get("prefixItems")
         return (

@@ -83,8 +83,6 @@ def layout_of(parallel: Parallel, world_size: int) -> Layout:
     """The layout with ``dp_shard = -1`` filled in. Raises ``UserError`` where it does not fit the processes."""
     if parallel.cp != 1:
         raise UserError(f"parallel.cp = {parallel.cp}: context parallel is not available yet; use 1")
-    if parallel.dp_shard == 0:
-        raise UserError("parallel.dp_shard = 0: use -1 for all ranks that are left, or a degree of at least 1")
     rest = parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
     dp_shard = parallel.dp_shard
     if dp_shard == -1:

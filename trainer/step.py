@@ -62,7 +62,8 @@ class TrainStep:
 
     def __call__(self, tokens: torch.Tensor, labels: torch.Tensor, stop_requested: bool = False) -> StepResult:
         loss_share = self.forward_backward(tokens, labels)
-        return self.update(loss_share, stop_requested)
+        loss, grad_norm, stop = self.total_and_clip(loss_share, stop_requested)
+        return StepResult(loss, grad_norm, self.update(loss, grad_norm), stop)
 
     def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Accumulate gradients of all micro-batches. Returns what this rank adds to the loss, a scalar."""
@@ -75,22 +76,28 @@ class TrainStep:
             return torch.zeros((), device=labels.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
-    def update(self, loss_share: torch.Tensor, stop_requested: bool = False) -> StepResult:
-        """Clip by the global norm and apply one update, unless a number is not finite on any rank."""
+    def total_and_clip(self, loss_share: torch.Tensor, stop_requested: bool) -> tuple[torch.Tensor, ...]:
+        """Total loss, gradient norm and stop votes over all ranks, in one reduction; clip once by the norm."""
         gradients = [parameter.grad for parameter in self.parameters]
-        shares = [
-            loss_share / self.layout.tp,
-            squared_norm_share(gradients, self.layout),
-            torch.full_like(loss_share, stop_requested),
-        ]
-        loss, squared_norm, stop = sum_over_ranks(torch.stack([share.double() for share in shares])).unbind()
+        shares = torch.stack(
+            [
+                loss_share.double() / self.layout.tp,
+                squared_norm_share(gradients, self.layout).double(),
+                torch.full_like(loss_share, stop_requested, dtype=torch.float64),
+            ]
+        )
+        loss, squared_norm, stop = sum_over_ranks(shares).unbind()
         grad_norm = squared_norm.sqrt()
         if self.max_grad_norm:
             clip_by_norm(gradients, grad_norm.float(), self.max_grad_norm)
+        return loss, grad_norm, stop
+
+    def update(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
+        """Apply one update, unless loss or norm is not finite. Returns 1 if it was left out, else 0."""
         skipped = 1.0 - (loss.isfinite() & grad_norm.isfinite()).float()
         # The fused kernel itself leaves everything as it was where this is 1, moments and step counts
         # included: the decision needs no wait for the device, and every rank has the same bits.
         self.optimizer.grad_scale, self.optimizer.found_inf = None, skipped
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss, grad_norm, skipped, stop)
+        return skipped

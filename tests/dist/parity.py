@@ -38,9 +38,12 @@ def observe(config: Config, world_size: int, n_steps: int, mask: str) -> Observe
         loss_share = train_step.forward_backward(tokens[rows], labels[rows])
         if step == 1:
             seen.gradients = as_numpy({name: whole(parameter.grad) for name, parameter in named.items()})
-        result = train_step.update(loss_share)
-        seen.losses.append(result.loss.item())
-        seen.grad_norms.append(result.grad_norm.item())
+        loss, grad_norm, _ = train_step.total_and_clip(loss_share, stop_requested=False)
+        if step == 1:
+            seen.clipped = as_numpy({name: whole(parameter.grad) for name, parameter in named.items()})
+        assert train_step.update(loss, grad_norm).item() == 0, "the step was skipped"
+        seen.losses.append(loss.item())
+        seen.grad_norms.append(grad_norm.item())
     seen.final = as_numpy({name: whole(parameter) for name, parameter in named.items()})
     return seen
 
@@ -70,8 +73,10 @@ def check_parity(
         assert observed.losses == seen[0].losses and observed.grad_norms == seen[0].grad_norms, "ranks disagree"
         for name, initial in observed.initial.items():
             assert torch.equal(torch.from_numpy(initial), expected.initial[name]), f"rank {rank}: initial {name}"
-        for name, gradient in observed.gradients.items():
-            want = expected.gradients[name]
+        for name, gradient, want in (
+            *((name, gradient, expected.gradients[name]) for name, gradient in observed.gradients.items()),
+            *((f"{name} after clipping", gradient, expected.clipped[name]) for name, gradient in observed.clipped.items()),
+        ):
             error = (torch.from_numpy(gradient) - want).abs().max() / want.abs().max().clamp(min=1e-12)
             assert error < 1e-4 or want.abs().max() == 0, f"rank {rank}: gradient of {name} off by {error:.1e} of its largest entry"
     return seen

@@ -1,6 +1,7 @@
 """Which rows make up the global batch of a step, and the loader that fetches a rank's share of it."""
 
 import hashlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -82,6 +83,8 @@ def make_loader(
     """
     order = RowOrder(len(rows), data.seed, data.shuffle)
     sampler = StepSampler(order, global_batch_size, dp_index, dp, first_step)
-    return StatefulDataLoader(
-        rows, batch_sampler=sampler, num_workers=data.workers, pin_memory=torch.cuda.is_available()
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+        return StatefulDataLoader(
+            rows, batch_sampler=sampler, num_workers=data.workers, pin_memory=torch.cuda.is_available()
+        )

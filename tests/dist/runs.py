@@ -1,0 +1,74 @@
+"""Whole runs of the training loop on pooled ranks, with everything real but the process start."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import torch
+
+from parallelize.mesh import Mesh
+from tests.dist.parity import CPU, as_numpy, whole
+from tests.dist.pool import mesh_of
+from trainer import train as train_command
+from trainer.config import Config
+from trainer.loop import NonFiniteError
+from trainer.optimizer import parameters_of
+
+
+class NeverStop:
+    requested = False
+
+
+def run_training(config: Config, poison: tuple[int, int, float] | None = None) -> dict:
+    """The ``train`` command's own function on this rank. Returns what is left on it.
+
+    poison: (step, rank, value): put ``value`` into one gradient entry of that rank's first parameter.
+    """
+    seen = {}
+
+    def build_train_step(resolved, model, mesh, device):
+        step = original(resolved, model, mesh, device)
+        seen.update(step=step, named=parameters_of(model.parts))
+        if poison is not None:
+            _poison(step, seen, *poison)
+        return step
+
+    original = train_command.build_train_step
+    train_command.build_train_step, train_command.Mesh = build_train_step, lambda layout, device_type: mesh_of(layout)
+    seen["error"], seen["finished"], console = None, None, io.StringIO()
+    try:
+        with contextlib.redirect_stdout(console):
+            seen["finished"] = train_command._train(config, CPU, NeverStop())
+    except NonFiniteError as error:
+        seen["error"] = str(error)
+    finally:
+        train_command.build_train_step, train_command.Mesh = original, Mesh
+    named, step = seen.pop("named", {}), seen.pop("step", None)
+    seen["console"] = console.getvalue()
+    seen["weights"] = as_numpy({name: whole(parameter) for name, parameter in named.items()})
+    if step is not None:
+        states = {f"{name}.{kind}": t for name, p in named.items() for kind, t in step.optimizer.state[p].items()}
+        seen["moments"] = as_numpy({name: whole(tensor) for name, tensor in states.items()})
+        seen["dtypes"] = {str(t.dtype) for t in [*named.values(), *states.values()]}
+    return seen
+
+
+def _poison(step, seen, at_step: int, rank: int, value: float) -> None:
+    calls = {"n": 0}
+    original = step.forward_backward
+
+    def forward_backward(tokens, labels):
+        loss = original(tokens, labels)
+        calls["n"] += 1
+        if calls["n"] == at_step and torch.distributed.get_rank() == rank:
+            first = next(p for p in seen["named"].values() if p.grad.to_local().numel())
+            first.grad.to_local().view(-1)[0] = value
+        return loss
+
+    step.forward_backward = forward_backward
+
+
+def records(folder: Path) -> list[dict]:
+    import json
+
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

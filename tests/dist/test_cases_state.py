@@ -1,0 +1,272 @@
+"""Cases about state: initialisation, dtypes, buffers, non-finite steps, checkpoints."""
+
+import numpy as np
+import pytest
+import torch
+
+from models.rotary import rotary_table
+from tests.dist.parity import CPU, whole
+from tests.dist.pool import mesh_of
+from tests.dist.runs import records, run_training
+from tests.tiny import tiny_config
+from trainer.build import build_model, build_train_step
+from trainer.config_rules import resolve_config
+from trainer.optimizer import parameters_of
+
+
+def local_and_whole(config, world_size: int) -> dict:
+    """name -> (this rank's shard, the whole parameter) right after building."""
+    resolved = resolve_config(config, world_size)
+    named = parameters_of(build_model(resolved, mesh_of(resolved.layout), CPU).parts)
+    return {name: (p.to_local().detach().numpy().copy(), whole(p).numpy()) for name, p in named.items()}
+
+
+@pytest.mark.parametrize("overrides", [{}, dict(parallel__tp=2)], ids=["fsdp2", "tp2"])
+def test_b22_shards_differ_between_ranks(ranks, overrides):
+    first, second = ranks(2, local_and_whole, tiny_config(**overrides), 2)
+    for name, (shard, full) in first.items():
+        if "norm" in name:
+            continue
+        assert shard.shape == second[name][0].shape and not np.array_equal(shard, second[name][0]), name
+        assert full.std() == pytest.approx(0.02, rel=0.35)  # depth-scaled ones are smaller, checked in unit tests
+        break
+    assert sum(not np.array_equal(shard, second[name][0]) for name, (shard, _) in first.items()) == 4 * 7 + 2
+
+
+@pytest.mark.parametrize("overrides", [{}, dict(parallel__schedule="Interleaved1F1B")], ids=["pp2", "pp2x2"])
+def test_b23_no_two_layers_start_alike(ranks, overrides):
+    config = tiny_config(parallel__pp=2, **overrides)
+    weights = {}
+    for rank in ranks(2, local_and_whole, config, 2):
+        weights |= {name: full for name, (_, full) in rank.items()}
+    for kind in ("attention.wq", "attention.wo", "feed_forward.w1", "feed_forward.w2"):
+        layers = [weights[f"layers.{layer}.{kind}.weight"] for layer in range(4)]
+        assert all(not np.array_equal(a, b) for i, a in enumerate(layers) for b in layers[:i])
+        # Not even a multiple of each other: depth scaling alone would not make them different draws.
+        assert all(abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.1 for i, a in enumerate(layers) for b in layers[:i])
+
+
+def tables_after_materialising(config, world_size: int) -> list:
+    """Rotary tables of this rank's parts, built while fresh memory is filled with NaN."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        resolved = resolve_config(config, world_size)
+        parts = build_model(resolved, mesh_of(resolved.layout), CPU).parts
+        assert all(torch.isfinite(p.to_local()).all() for part in parts for p in part.parameters())
+        return [part.rotary_table.numpy() for part in parts]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_b25_rotary_tables_are_rebuilt_on_every_stage(ranks):
+    config = tiny_config(parallel__pp=2, parallel__tp=2, parallel__schedule="Interleaved1F1B")
+    fresh = rotary_table(resolve_config(config, 4).architecture, config.training.seq_len).numpy()
+    for tables in ranks(4, tables_after_materialising, config, 4):
+        assert len(tables) == 2 and all(np.array_equal(table, fresh) for table in tables)
+        assert fresh.dtype == np.float32
+
+
+def bf16_step(config, world_size: int) -> dict:
+    """One update of lr 1e-4 on weights of 1 with bf16 compute: dtypes seen, and whether the weights moved."""
+    resolved = resolve_config(config, world_size)
+    mesh = mesh_of(resolved.layout)
+    model = build_model(resolved, mesh, CPU)
+    step = build_train_step(resolved, model, mesh, CPU)
+    named, seen = parameters_of(model.parts), {}
+    model.parts[0].layers["0"].feed_forward.register_forward_hook(lambda m, i, o: seen.update(activation=str(o.dtype)))
+    tokens = torch.randint(0, 256, (8 // resolved.layout.dp, 32))
+    share = step.forward_backward(tokens, tokens)
+    seen["gradient"] = {str(p.grad.dtype) for p in named.values()}
+    seen["table"] = str(model.parts[0].rotary_table.dtype)
+    step.update(*step.total_and_clip(share, stop_requested=False)[:2])
+    seen["parameter"] = {str(p.dtype) for p in named.values()}
+    seen["moment"] = {str(t.dtype) for p in named.values() for t in step.optimizer.state[p].values()}
+    norm = whole(named["norm.weight"])
+    seen["moved"] = bool((norm != 1.0).all() and (norm - 1.0).abs().max() < 2e-4)
+    return seen
+
+
+@pytest.mark.parametrize("overrides", [{}, dict(parallel__tp=2)], ids=["dp2", "tp2"])
+def test_b20_bf16_compute_keeps_fp32_state(ranks, overrides):
+    config = tiny_config(precision__compute="bfloat16", optimizer__lr=1e-4, lr_schedule__warmup_steps=0, **overrides)
+    for seen in ranks(2, bf16_step, config, 2):
+        assert seen["activation"] == "torch.bfloat16"
+        assert seen["parameter"] == seen["gradient"] == seen["moment"] == {"torch.float32"}
+        assert seen["table"] == "torch.float32"
+        assert seen["moved"], "an update of 1e-4 on a weight of 1.0 was lost"
+
+
+def run_config(tmp_path, **overrides):
+    keys = dict(
+        job__output_dir=str(tmp_path / "run"), model__vocab_size=300, training__steps=5, lr_schedule__warmup_steps=2, lr_schedule__total_steps=9,
+        checkpoint__interval=1, checkpoint__keep_latest=2, training__seq_len=32,
+    )  # fmt: skip
+    return tiny_config(**(keys | overrides))
+
+
+def merged(seen: list[dict], key: str) -> dict:
+    """A dict that each rank holds for its own stages, for the whole model."""
+    return {name: value for rank in seen for name, value in rank[key].items()}
+
+
+def assert_same_state(seen: list[dict], expected: list[dict]) -> None:
+    """Weights and moments bitwise equal."""
+    for key in ("weights", "moments"):
+        got, want = merged(seen, key), merged(expected, key)
+        assert got.keys() == want.keys() and got
+        for name, value in want.items():
+            assert np.array_equal(got[name], value), f"{key} {name}"
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_b21_a_non_finite_gradient_never_reaches_the_weights(ranks, tmp_path, value):
+    layout = dict(parallel__pp=2, parallel__dp_shard=2, metrics__log_interval=10)
+    two_steps = ranks(4, run_training, run_config(tmp_path / "two", training__steps=2, **layout))
+
+    stopped = ranks(4, run_training, run_config(tmp_path / "stop", **layout), (3, 2, value))
+    assert all("step 3" in rank["error"] for rank in stopped)
+    assert_same_state(stopped, two_steps)
+    kept = sorted(folder.name for folder in (tmp_path / "stop/run/checkpoints").iterdir())
+    assert kept == ["step-00000001", "step-00000002"]
+
+    config = run_config(tmp_path / "skip", training__nonfinite="skip", **layout)
+    skipped = ranks(4, run_training, config, (3, 2, value))
+    assert all(rank["finished"] for rank in skipped)
+    assert all(np.isfinite(weight).all() for weight in merged(skipped, "weights").values())
+    assert records(tmp_path / "skip/run")[-1]["skipped_steps"] == 1
+    steps_taken = {float(step) for name, step in merged(skipped, "moments").items() if name.endswith(".step")}
+    assert steps_taken == {4.0}
+
+
+RESUMES = {
+    "one": (1, {}),
+    "dp2_tp2": (4, dict(parallel__tp=2)),
+    "pp2_dp2_interleaved": (4, dict(parallel__pp=2, parallel__schedule="Interleaved1F1B")),
+    "hsdp2x2": (4, dict(parallel__dp_replicate=2)),
+}
+
+
+@pytest.mark.parametrize("layout", RESUMES)
+def test_b26_b27_resume_twice_is_bitwise(ranks, tmp_path, layout):
+    """3 + 3 + 3 steps equal 9 in one go: weights, moments, losses, norms, rates, and the records' order."""
+    world_size, overrides = RESUMES[layout]
+    keys = dict(checkpoint__interval=3, **overrides)
+    straight = ranks(world_size, run_training, run_config(tmp_path / "straight", training__steps=9, **keys))
+    for steps in (3, 6, 9):
+        resumed = ranks(world_size, run_training, run_config(tmp_path / "resumed", training__steps=steps, **keys))
+    assert "resuming" in resumed[0]["console"]
+    assert_same_state(resumed, straight)
+    got, want = records(tmp_path / "resumed/run"), records(tmp_path / "straight/run")
+    assert [record["step"] for record in got] == list(range(1, 10))
+    for key in ("step", "loss", "grad_norm", "lr", "tokens_seen"):
+        assert [record[key] for record in got] == [record[key] for record in want], key
+
+
+def test_a_checkpoint_opens_at_another_layout(ranks, tmp_path):
+    keys = dict(checkpoint__interval=3)
+    straight = ranks(1, run_training, run_config(tmp_path / "straight", training__steps=6, **keys))
+    ranks(4, run_training, run_config(tmp_path / "moved", training__steps=3, parallel__pp=2, parallel__tp=2, **keys))
+    moved = ranks(2, run_training, run_config(tmp_path / "moved", training__steps=6, **keys))
+    for name, weight in merged(straight, "weights").items():
+        assert np.abs(merged(moved, "weights")[name] - weight).max() < 1e-4
+    losses = [[record["loss"] for record in records(tmp_path / name / "run")] for name in ("straight", "moved")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_b29_a_finished_run_says_so_and_writes_nothing(ranks, tmp_path):
+    config = run_config(tmp_path)
+    ranks(1, run_training, config)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    again = ranks(1, run_training, config)[0]
+    assert "already at step 5 of 5" in again["console"] and again["finished"]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+def refused(config) -> str:
+    """The message with which this rank's run is refused."""
+    from trainer.errors import UserError
+
+    try:
+        run_training(config)
+    except UserError as error:
+        return error.message()
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (dict(model__n_layers=2), "model differs"),
+        (dict(job__seed=1), "job.seed was 0, is 1"),
+        (dict(training__global_batch_size=16), "training.global_batch_size was 8, is 16"),
+        (dict(checkpoint__resume="never"), "already holds a run"),
+        (dict(checkpoint__resume="/nowhere"), "is not a checkpoint folder"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(ranks, tmp_path, overrides, expected):
+    ranks(1, run_training, run_config(tmp_path, training__steps=1))
+    assert expected in ranks(1, refused, run_config(tmp_path, training__steps=2, **overrides))[0]
+
+
+def load_into(config, folder: str) -> str:
+    from pathlib import Path
+
+    from trainer.checkpoint import Checkpointer
+    from trainer.errors import UserError
+
+    resolved = resolve_config(config, torch.distributed.get_world_size())
+    mesh = mesh_of(resolved.layout)
+    model = build_model(resolved, mesh, CPU)
+    step = build_train_step(resolved, model, mesh, CPU)
+    try:
+        Checkpointer(config, model.parts, step.optimizer, CPU).load(Path(folder))
+    except UserError as error:
+        return error.message()
+    return "loaded"
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (dict(model__n_layers=2), "model.layers.2.attention.wq.weight has no place in the model"),
+        (dict(model__n_layers=5), "model.layers.4.attention.wq.weight is missing"),
+        (dict(model__ffn_dim=64), "model.layers.0.feed_forward.w1.weight has shape (128, 64), the model (64, 64)"),
+        (dict(precision__param="bfloat16"), "is torch.float32, the model's torch.bfloat16"),
+    ],
+)
+def test_b45_keys_shapes_and_dtypes_must_match(ranks, tmp_path, overrides, expected):
+    ranks(2, run_training, run_config(tmp_path, training__steps=1, parallel__pp=2))
+    folder = str(tmp_path / "run/checkpoints/step-00000001")
+    for message in ranks(2, load_into, run_config(tmp_path, parallel__pp=2, **overrides), folder):
+        assert expected in message
+
+
+def test_b70_seeds_of_data_and_model_are_apart(ranks, tmp_path):
+    def first_loss_and_weights(name, **overrides):
+        run = ranks(1, run_training, run_config(tmp_path / name, training__steps=1, **overrides))[0]
+        return records(tmp_path / name / "run")[0]["loss"], run["weights"]["output.weight"]
+
+    loss, weights = first_loss_and_weights("a")
+    same, _ = first_loss_and_weights("b")
+    other_data, _ = first_loss_and_weights("c", data__seed=1)
+    other_weights, changed = first_loss_and_weights("d", job__seed=1)
+    assert same == loss and other_data != loss and other_weights != loss
+    assert not np.array_equal(changed, weights)
+
+
+@pytest.mark.parametrize(
+    "world_size, overrides",
+    [(1, {}), (4, dict(parallel__tp=2)), (4, dict(parallel__pp=2)), (4, {}), (4, dict(parallel__tp=4, model__n_kv_heads=4))],
+    ids=["one", "dp2_tp2", "dp2_pp2", "dp4", "tp4"],
+)
+def test_b74_tokens_are_counted_once(ranks, tmp_path, world_size, overrides):
+    ranks(world_size, run_training, run_config(tmp_path, **overrides))
+    seen = records(tmp_path / "run")
+    assert [record["tokens_seen"] for record in seen] == [256 * step for step in range(1, 6)]
+    for record in seen:
+        assert record["tokens_per_s"] * record["step_time_s"] == pytest.approx(256)
+        assert record["tokens_per_s_per_device"] * world_size == pytest.approx(record["tokens_per_s"])
+        assert record["mfu"] is None
+
+

@@ -1,0 +1,193 @@
+"""The front door, with real processes, signals and files."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.dist.runs import records
+from trainer.config_load import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "--model.dim=64", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.ffn_dim=128",
+    "--training.seq_len=32", "--training.global_batch_size=8", "--training.micro_batch_size=2",
+    "--lr_schedule.warmup_steps=2", "--checkpoint.interval=5",
+]  # fmt: skip
+
+
+def start(tmp_path: Path, *arguments: str, module: str = "trainer.launch", **environment: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(
+        command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+    )  # fmt: skip
+
+
+def run(tmp_path: Path, *arguments: str, timeout_s: float = 180, **options) -> subprocess.CompletedProcess:
+    process = start(tmp_path, *arguments, **options)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        _kill_group(process)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def _kill_group(process: subprocess.Popen) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def processes_left(process: subprocess.Popen) -> bool:
+    try:
+        os.killpg(process.pid, 0)
+        return True
+    except ProcessLookupError:
+        return False
+
+
+def wait_for_step(folder: Path, step: int, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if (folder / "metrics.jsonl").exists() and any(record["step"] >= step for record in records(folder)):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"step {step} was not reached")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """12 steps in one process: the curve that the others must follow."""
+    folder = tmp_path_factory.mktemp("straight")
+    result = run(folder, *SMALL, "--training.steps=12", "--job.output_dir=run")
+    assert result.returncode == 0, result.stderr
+    return folder / "run", result.stdout
+
+
+def assert_same_curve(folder: Path, expected: Path, rel: float = 1e-5) -> None:
+    got, want = records(folder), records(expected)
+    assert [record["step"] for record in got] == [record["step"] for record in want]
+    assert [record["loss"] for record in got] == pytest.approx([record["loss"] for record in want], rel=rel)
+    assert [record["lr"] for record in got] == [record["lr"] for record in want]
+
+
+def test_one_process_writes_what_the_contract_says(straight):
+    folder, console = straight
+    losses = [record["loss"] for record in records(folder)]
+    assert len(losses) == 12 and losses[-1] < losses[0] - 0.2
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.toml", "metrics.jsonl", "tensorboard"]
+    assert load_config(str(folder / "config.toml")).training.steps == 12
+    assert f"tensorboard --logdir {Path('run/tensorboard')}" in console
+    assert "step 12/12  loss" in console and "tokens/s" in console and "left 0:00" in console
+
+
+def test_b71_b72_three_axes_one_curve_one_event_file(straight, tmp_path):
+    """tp 2 x pp 2 x dp_shard 2 on 8 ranks: the same losses, on the console of rank 0 alone, one event file."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    layout = ["--parallel.tp=2", "--parallel.pp=2", "--parallel.dp_shard=2"]
+    result = run(tmp_path, *SMALL, "--training.steps=12", "--job.output_dir=run", "--nproc", "8", *layout)
+    assert result.returncode == 0, result.stderr
+    assert_same_curve(tmp_path / "run", straight[0])
+    assert [line.count("/12  loss") for line in result.stdout.splitlines()].count(1) == 12
+    assert result.stderr == ""
+    events = list((tmp_path / "run/tensorboard").iterdir())
+    assert len(events) == 1
+    scalars = EventAccumulator(str(events[0])).Reload().Scalars("training/loss")
+    assert [scalar.step for scalar in scalars] == list(range(1, 13))
+    assert [scalar.value for scalar in scalars] == pytest.approx([r["loss"] for r in records(tmp_path / "run")], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("layout", [[], ["--nproc", "2", "--parallel.pp=2"]], ids=["one", "pp2"])
+def test_b72_stopped_by_a_signal_it_goes_on_where_it_was(straight, tmp_path, layout, name):
+    """Exit 75 after a checkpoint; run again, the rest of the same curve, no step twice, no point lost."""
+    arguments = [*SMALL, "--training.steps=12", "--job.output_dir=run", "--checkpoint.interval=0", *layout]
+    process = start(tmp_path, *arguments)
+    wait_for_step(tmp_path / "run", 3)
+    os.kill(process.pid, getattr(signal, name))
+    out, err = process.communicate(timeout=60)
+    stopped = [record["step"] for record in records(tmp_path / "run")]
+    if len(stopped) < 12:  # else it was quicker than the signal
+        assert process.returncode == 75, out + err
+        checkpoints = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
+        assert checkpoints == [f"step-{stopped[-1]:08d}"]
+    assert "Traceback" not in err
+    assert not processes_left(process)
+    result = run(tmp_path, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert_same_curve(tmp_path / "run", straight[0])
+
+
+def test_killed_in_the_middle_it_goes_on_from_the_last_checkpoint(straight, tmp_path):
+    arguments = [*SMALL, "--training.steps=12", "--job.output_dir=run", "--checkpoint.interval=2"]
+    process = start(tmp_path, *arguments)
+    wait_for_step(tmp_path / "run", 5)
+    _kill_group(process)
+    process.communicate()
+    result = run(tmp_path, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert_same_curve(tmp_path / "run", straight[0], rel=0)  # bitwise on the same layout
+
+
+def test_b61_an_error_on_one_rank_ends_every_rank(tmp_path):
+    code = f"from trainer.launch import _torchrun; import sys; sys.exit(_torchrun(4, 1, ['-m', 'tests.dist.failing_rank', 'train', *{SMALL!r}, '--job.output_dir=run', '--parallel.pp=2']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    wait_for_step(tmp_path / "run", 2)
+    started = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "[rank 1] RuntimeError: planted fault" in err
+    assert err.count("Traceback") == 1, err
+    assert not processes_left(process)
+    assert time.monotonic() - started < 30  # a hang would last until gloo's own time-out, half an hour
+
+
+BAD = {
+    "unknown_key": (["--training.seq_lenn=3"], "unknown key training.seq_lenn"),
+    "wrong_type": (["--training.steps=many"], "training.steps"),
+    "tp_and_heads": (["--nproc=3", "--parallel.tp=3"], "parallel.tp = 3 does not divide n_heads = 8"),
+    "tp_and_kv_heads": (["--nproc=8", "--parallel.tp=8"], "parallel.tp = 8 does not divide n_kv_heads = 4"),
+    "more_stages_than_layers": (["--nproc=7", "--parallel.pp=7"], "n_layers = 6"),
+    "batch": (["--training.global_batch_size=7"], "training.global_batch_size = 7"),
+    "missing_file": (["--data.source=text", "--data.path=none.txt"], "no such file"),
+    "empty_file": (["--data.source=text", "--data.path=empty.txt"], "the file is empty"),
+    "short_text": (["--data.source=text", "--data.path=short.txt"], "fewer than one row of training.seq_len"),
+    "short_text_on_2": (["--data.source=text", "--data.path=short.txt", "--nproc=2"], "fewer than one row"),
+    "tokenizer_too_large": (["--data.tokenizer=smollm2"], "has 49152 ids, but the model has vocab_size = 320"),
+    "nproc_and_layout": (["--nproc=3", "--parallel.tp=2"], "start with --nproc 2"),
+    "nproc_zero": (["--nproc=0"], "--nproc 0"),
+    "output_dir": (["--job.output_dir=empty.txt/run"], 'job.output_dir = "empty.txt/run" cannot be written'),
+    "no_such_config": (["--config=llama9.toml"], "not found"),
+    "not_toml": (["--config=bad.toml"], "not valid TOML"),
+    "no_gpus": (["--config=llama3_8b.toml"], "8.0B parameters needs 120 GiB"),
+    "no_cluster": (["--config=llama3_70b.toml"], "try the same code here with ./run_train.sh --config debug.toml"),
+    "nnodes": (["NNODES=two"], "NNODES=two"),
+    "flag": (["--steps=3"], "unrecognized arguments"),
+    "no_value": (["--training.steps"], "needs a value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_said_once_and_exits_2(tmp_path, name):
+    arguments, expected = BAD[name]
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("Only a few words.")
+    (tmp_path / "bad.toml").write_text("[training\n")
+    environment = dict([arguments.pop().split("=")]) if arguments[-1].startswith("NNODES") else {}
+    process = start(tmp_path, *arguments, **environment)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2, err
+    assert err.count(expected) == 1, err
+    assert "Traceback" not in err and out == ""
+    assert not processes_left(process)
+    assert not (tmp_path / "outputs/debug/checkpoints").exists()

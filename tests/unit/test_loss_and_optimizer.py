@@ -1,0 +1,68 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from models.decoder import Decoder
+from models.decoder_config import DecoderConfig
+from trainer.data.rows import IGNORED
+from trainer.hardware import peak_flops
+from trainer.loss import TokenLoss, count_valid
+from trainer.optimizer import build_optimizer, is_decayed, set_lr
+
+
+def logits_with_loss(value: float, n: int) -> torch.Tensor:
+    """Logits [1, n, 2] whose cross-entropy against label 0 is ``value`` at each position."""
+    return torch.tensor([[[0.0, math.log(math.exp(value) - 1)]] * n])
+
+
+def test_b01_worked_value():
+    """Loss sums 2 (1 token) and 90 (9 tokens) make 9.2, not the mean of means 6.0."""
+    loss = TokenLoss()
+    first = torch.tensor([[0] + [IGNORED] * 8])
+    second = torch.zeros(1, 9, dtype=torch.long)
+    loss.n_tokens = count_valid(first) + count_valid(second)
+    total = loss(logits_with_loss(2.0, 9), first) + loss(logits_with_loss(10.0, 9), second)
+    assert loss.n_tokens.item() == 10 and total.item() == pytest.approx(9.2, rel=1e-6)
+
+
+def test_b16_no_valid_label_is_zero_loss_and_gradient():
+    loss = TokenLoss()
+    logits = torch.randn(2, 4, 8, requires_grad=True)
+    labels = torch.full((2, 4), IGNORED)
+    loss.n_tokens = count_valid(labels)
+    value = loss(logits, labels)
+    value.backward()
+    assert value.item() == 0 and logits.grad.abs().max() == 0
+
+
+def test_b82_norms_are_not_decayed():
+    config = DecoderConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=256)
+    named = dict(Decoder(config, 16).named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    optimizer = build_optimizer(named, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.5)
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in named.items():
+        factor = 1.0 if "norm" in name else 0.95
+        torch.testing.assert_close(parameter.detach(), before[name] * factor)
+    assert sum(is_decayed(name, parameter) for name, parameter in named.items()) == 2 * 7 + 2
+    assert not is_decayed("layers.0.attention.wq.bias", torch.zeros(4))
+
+
+def test_set_lr_reaches_every_group():
+    module = nn.Linear(2, 2)
+    optimizer = build_optimizer(dict(module.named_parameters()), lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    set_lr(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+def test_b75_unknown_hardware_has_no_peak():
+    assert peak_flops("CPU", "bfloat16") is None
+    assert peak_flops("Some Future GPU", "bfloat16") is None
+    assert peak_flops("NVIDIA H100 80GB HBM3", "float32") is None
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12
