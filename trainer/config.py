@@ -20,7 +20,12 @@ class Section(BaseModel):
 
 
 class Job(Section):
-    output_dir: str = Field("outputs/debug", min_length=1, description="folder of everything the run writes")
+    output_dir: str | None = Field(
+        None,
+        min_length=1,
+        description='folder of everything the run writes (default: "outputs/" and the config file\'s name, with the '
+        "--parallel overrides behind it, so that layouts can be compared)",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="seed of the initial weights")
 
 

@@ -63,7 +63,10 @@ def find_config(name_or_path: str) -> Path:
 
 
 def load_config(name_or_path: str | None, overrides: list[Override] = ()) -> Config:
-    """Read, merge and validate. ``None`` means the defaults alone. Raises ``UserError`` listing every problem."""
+    """Read, merge and validate. ``None`` means the defaults alone. Raises ``UserError`` listing every problem.
+
+    ``job.output_dir`` is always set in the result.
+    """
     path = None if name_or_path is None else find_config(name_or_path)
     text = _read(path) if path else ""
     try:
@@ -78,7 +81,17 @@ def load_config(name_or_path: str | None, overrides: list[Override] = ()) -> Con
         problems += _explain(error, tables, path, text, {override.key: override for override in overrides})
     if problems:
         raise UserError(*problems)
+    if config.job.output_dir is None:
+        job = config.job.model_copy(update={"output_dir": _default_output_dir(path, overrides)})
+        config = config.model_copy(update={"job": job})
     return config
+
+
+def _default_output_dir(path: Path | None, overrides: list[Override]) -> str:
+    """ "outputs/debug", or "outputs/debug-tp2-pp2" where the command line sets ``parallel.tp`` and ``parallel.pp``."""
+    layout = {override.key: override for override in overrides if override.key.startswith("parallel.")}
+    parts = [path.stem if path else "default", *(f"{key.split('.')[1]}{o.text}" for key, o in layout.items())]
+    return "outputs/" + re.sub(r"[^\w.,=+-]", "", "-".join(parts))
 
 
 def dump_config(config: Config) -> str:

@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         return train.main(config)
     command = ["-m", "trainer", "train", "--config", options.config]
-    return _torchrun(nproc, n_nodes, command + [override.shown for override in overrides])
+    return run_ranks(nproc, n_nodes, command + [override.shown for override in overrides])
 
 
 def _check(config: Config, nproc: int | None, n_nodes: int) -> int:
@@ -124,7 +124,7 @@ def _environment_number(name: str, default: int) -> int:
     return int(text)
 
 
-def _torchrun(nproc: int, n_nodes: int, command: list[str]) -> int:
+def run_ranks(nproc: int, n_nodes: int, command: list[str]) -> int:
     """Run ``command`` as torchrun's workers and return the exit code that the first failing rank gave."""
     import logging
 

@@ -9,12 +9,12 @@ import torch.distributed as dist
 def join() -> torch.device:
     """Start the default process group from torchrun's environment; alone without it. Returns this rank's device.
 
-    NCCL where there are GPUs (gloo beside it for CPU tensors), else gloo.
+    NCCL where there are GPUs, else gloo.
     """
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+        options = {"backend": "nccl", "device_id": device}
     else:
         device = torch.device("cpu")
         options = {"backend": "gloo"}

@@ -77,7 +77,7 @@ def _show_failure(error: BaseException) -> None:
 def _train(config: Config, device: torch.device, stop: StopRequest) -> bool:
     world_size, is_main = dist.get_world_size(), dist.get_rank() == 0
     if device.type == "cpu" and world_size > 1:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     resolved = resolve_config(config, world_size)
     training, folder = config.training, Path(config.job.output_dir)
 

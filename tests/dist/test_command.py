@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -104,14 +105,17 @@ def test_b71_b72_three_axes_one_curve_one_event_file(straight, tmp_path):
     assert [scalar.value for scalar in scalars] == pytest.approx([r["loss"] for r in records(tmp_path / "run")], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "Ctrl-C"])
 @pytest.mark.parametrize("layout", [[], ["--nproc", "2", "--parallel.pp=2"]], ids=["one", "pp2"])
 def test_b72_stopped_by_a_signal_it_goes_on_where_it_was(straight, tmp_path, layout, name):
     """Exit 75 after a checkpoint; run again, the rest of the same curve, no step twice, no point lost."""
     arguments = [*SMALL, "--training.steps=12", "--job.output_dir=run", "--checkpoint.interval=0", *layout]
     process = start(tmp_path, *arguments)
     wait_for_step(tmp_path / "run", 3)
-    os.kill(process.pid, getattr(signal, name))
+    if name == "Ctrl-C":  # the terminal sends it to the launcher and to every rank
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        os.kill(process.pid, getattr(signal, name))
     out, err = process.communicate(timeout=60)
     stopped = [record["step"] for record in records(tmp_path / "run")]
     if len(stopped) < 12:  # else it was quicker than the signal
@@ -136,8 +140,24 @@ def test_killed_in_the_middle_it_goes_on_from_the_last_checkpoint(straight, tmp_
     assert_same_curve(tmp_path / "run", straight[0], rel=0)  # bitwise on the same layout
 
 
+def test_two_machines_make_one_run(straight, tmp_path):
+    """NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, with both "machines" on this one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = [*SMALL, "--training.steps=12", "--job.output_dir=run", "--nproc=1"]
+    nodes = [
+        start(tmp_path, *arguments, NNODES="2", NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        for rank in range(2)
+    ]
+    for node in nodes:
+        out, err = node.communicate(timeout=120)
+        assert node.returncode == 0, err
+    assert_same_curve(tmp_path / "run", straight[0])
+
+
 def test_b61_an_error_on_one_rank_ends_every_rank(tmp_path):
-    code = f"from trainer.launch import _torchrun; import sys; sys.exit(_torchrun(4, 1, ['-m', 'tests.dist.failing_rank', 'train', *{SMALL!r}, '--job.output_dir=run', '--parallel.pp=2']))"
+    code = f"from trainer.launch import run_ranks; import sys; sys.exit(run_ranks(4, 1, ['-m', 'tests.dist.failing_rank', 'train', *{SMALL!r}, '--job.output_dir=run', '--parallel.pp=2']))"
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -154,7 +174,7 @@ def test_b61_an_error_on_one_rank_ends_every_rank(tmp_path):
 
 BAD = {
     "unknown_key": (["--training.seq_lenn=3"], "unknown key training.seq_lenn"),
-    "wrong_type": (["--training.steps=many"], "training.steps"),
+    "wrong_type": (["--training.steps=many"], "training.steps = \"many\""),
     "tp_and_heads": (["--nproc=3", "--parallel.tp=3"], "parallel.tp = 3 does not divide n_heads = 8"),
     "tp_and_kv_heads": (["--nproc=8", "--parallel.tp=8"], "parallel.tp = 8 does not divide n_kv_heads = 4"),
     "more_stages_than_layers": (["--nproc=7", "--parallel.pp=7"], "n_layers = 6"),
@@ -190,4 +210,4 @@ def test_bad_input_is_said_once_and_exits_2(tmp_path, name):
     assert err.count(expected) == 1, err
     assert "Traceback" not in err and out == ""
     assert not processes_left(process)
-    assert not (tmp_path / "outputs/debug/checkpoints").exists()
+    assert not (tmp_path / "outputs").exists() or not list((tmp_path / "outputs").rglob("checkpoints"))

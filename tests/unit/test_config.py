@@ -119,7 +119,7 @@ def test_schedule_names_in_any_case():
 def test_resolved_config_reads_back_to_the_same(tmp_path):
     config = overridden(parallel__balance="[2, 4]", data__path="a b.txt", data__source="text", parallel__pp=2)
     assert load_text(tmp_path, dump_config(config)) == config
-    assert load_config(None) == Config()
+    assert load_config(None).training == Config().training
 
 
 def test_config_is_frozen():
@@ -212,3 +212,10 @@ def test_every_named_problem_suggests_a_layout_that_works():
     config = overridden(parallel__tp=2, parallel__pp=2, parallel__dp_shard=2)
     resolved = resolve_config(config, 8)
     assert resolved.layers_per_stage == (3, 3) and resolved.n_microbatches == 2 and resolved.tokens_per_step == 4096
+
+
+def test_the_default_output_folder_tells_layouts_apart():
+    assert load_config("debug.toml").job.output_dir == "outputs/debug"
+    layout = [Override("parallel.tp", "2"), Override("parallel.balance", "[1, 2]"), Override("training.steps", "5")]
+    assert load_config("debug", layout).job.output_dir == "outputs/debug-tp2-balance1,2"
+    assert load_config("debug", [*layout, Override("job.output_dir", "here")]).job.output_dir == "here"
