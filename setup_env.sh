@@ -4,7 +4,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 meshloom_ready() { # INTERPRETER PURPOSE: does it have our dependencies, within pyproject.toml's bounds?
-    "$1" "$root/check_env.py" "$2" 2>/dev/null
+    "$1" "$root/check_env.py" "$2" >/dev/null 2>&1
 }
 
 meshloom_find_python() { # a Python 3.10 or later to make .venv with
@@ -35,5 +35,6 @@ meshloom_setup() { # PURPOSE
         "$PYTHON" -m pip install --quiet --disable-pip-version-check -e "$root[test]" -c "$root/constraints.txt" >&2 &&
         meshloom_ready "$PYTHON" "$1" && return
     echo "error: the set-up of $root/.venv failed; see above. To use a Python of your own: PYTHON=/path/to/python $0" >&2
+    [ -x "$PYTHON" ] && "$PYTHON" "$root/check_env.py" "$1" >&2
     exit 1
 }

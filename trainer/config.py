@@ -63,9 +63,9 @@ class Data(Section):
 
 class Training(Section):
     steps: Count = Field(100, description="optimizer steps of the whole run")
-    seq_len: Count = Field(256, description="tokens per sequence")
+    seq_len: Count = Field(128, description="tokens per sequence")
     global_batch_size: Count = Field(16, description="sequences per optimizer step, over all ranks")
-    micro_batch_size: Count = Field(4, description="sequences per forward on one data rank")
+    micro_batch_size: Count = Field(2, description="sequences per forward on one data rank")
     max_grad_norm: Annotated[float, Field(ge=0)] = Field(
         1.0, description="clip the gradient to this global 2-norm; 0: off"
     )

@@ -77,7 +77,7 @@ class Reporter:
             self._writer = SummaryWriter(
                 str(folder / "tensorboard"), purge_step=resume_step + 1 if resume_step else None
             )
-        self._last_step = last_step
+        self._first_step, self._last_step, self._start = resume_step + 1, last_step, time.perf_counter()
         if sys.stdout.isatty():
             self._bar = tqdm(total=last_step, initial=resume_step, unit="step", file=sys.stdout, dynamic_ncols=True)
 
@@ -95,7 +95,8 @@ class Reporter:
         self._print(record)
 
     def _print(self, record: dict) -> None:
-        left_s = (self._last_step - record["step"]) * record["step_time_s"]
+        mean_s = (time.perf_counter() - self._start) / (record["step"] - self._first_step + 1)
+        left_s = (self._last_step - record["step"]) * mean_s  # checkpoints included, unlike step_time_s
         mfu = "" if record["mfu"] is None else f"  mfu {record['mfu']:.1%}"
         line = (
             f"step {record['step']:>{len(str(self._last_step))}}/{self._last_step}  loss {record['loss']:.6f}"
