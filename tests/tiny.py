@@ -64,6 +64,7 @@ class Observed:
     clipped: dict[str, torch.Tensor] = field(default_factory=dict)
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     final: dict[str, torch.Tensor] = field(default_factory=dict)
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)  # second holders of tied weights, at the end
 
 
 def reference_model(resolved: Resolved) -> Decoder:

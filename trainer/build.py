@@ -1,17 +1,16 @@
 """The composition root: the one file that sees models, parallelize and trainer together."""
 
 import contextlib
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from models.decoder import Decoder
-from models.decoder_config import DecoderConfig
 from models.initialize import draw_slice, initial_std
 from parallelize.apply import ResolvedPlan, Treatment, parallelize_part, resolve_plan
 from parallelize.fsdp import Precision
+from parallelize.local_model import LocalModel, collect, original_names
 from parallelize.materialize import fill_parameters, materialize
 from parallelize.mesh import Mesh
 from parallelize.pipeline import Pipeline, split_stage
@@ -20,16 +19,8 @@ from parallelize.schedules import SCHEDULES, stages_of_rank
 from trainer.config import Config
 from trainer.config_rules import Resolved
 from trainer.loss import TokenLoss
-from trainer.optimizer import build_optimizer, parameters_of
+from trainer.optimizer import build_optimizer
 from trainer.step import TrainStep, run_in_turn
-
-
-@dataclass(frozen=True)
-class Model:
-    """This rank's share of the model: its stages' modules, in the order of ``stage_indices``."""
-
-    parts: tuple[nn.Module, ...]
-    stage_indices: tuple[int, ...]
 
 
 def compute_dtype(config: Config, device_type: str) -> str:
@@ -70,38 +61,38 @@ def build_meta_parts(resolved: Resolved, stage_indices: tuple[int, ...]) -> tupl
     return parts, resolve_plan(whole, plan)
 
 
-def initialize(part: nn.Module, architecture: DecoderConfig, seed: int, device: torch.device) -> None:
-    """Draw every parameter of a materialised part by its name."""
-
-    def draw(name, shape, start, stop):
-        return draw_slice(seed, name, initial_std(architecture, name), shape, start, stop, device)
-
-    fill_parameters(part, draw)
-
-
-def build_model(resolved: Resolved, mesh: Mesh, device: torch.device) -> Model:
+def build_model(resolved: Resolved, mesh: Mesh, device: torch.device) -> LocalModel:
     """Build on meta, split, parallelize, allocate this rank's shards and initialise them."""
-    layout, config = resolved.layout, resolved.config
+    layout, config, architecture = resolved.layout, resolved.config, resolved.architecture
     v_shaped = SCHEDULES[config.parallel.schedule].v_shaped
     n_stages = len(resolved.layers_per_stage)
     indices = stages_of_rank(mesh.index("pp"), layout.pp, n_stages, v_shaped) if layout.pp > 1 else (0,)
-    parts, plan = build_meta_parts(resolved, indices)
+    parts, resolved_plan = build_meta_parts(resolved, indices)
     treatment = treatment_of(config, device.type)
+    originals = original_names(resolved_plan.plan)
+
+    def draw(name, shape, start, stop):
+        name = originals.get(name, name)
+        return draw_slice(config.job.seed, name, initial_std(architecture, name), shape, start, stop, device)
+
     for part in parts:
-        parallelize_part(part, plan, mesh, treatment)
+        parallelize_part(part, resolved_plan, mesh, treatment)
         materialize(part, device)
         part.rebuild_buffers(device)
-        initialize(part, resolved.architecture, config.job.seed, device)
-    return Model(tuple(parts), indices)
+        fill_parameters(part, draw)
+    return collect(parts, indices, resolved_plan.plan, mesh, first_and_last_together=v_shaped)
 
 
-def build_train_step(resolved: Resolved, model: Model, mesh: Mesh, device: torch.device) -> TrainStep:
+def build_train_step(resolved: Resolved, model: LocalModel, mesh: Mesh, device: torch.device) -> TrainStep:
     """The optimizer and everything that one step does to the model."""
     config, layout = resolved.config, resolved.layout
-    named = parameters_of(model.parts)
     section = config.optimizer
     optimizer = build_optimizer(
-        named, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay
+        [*model.named.items(), *model.copies.items()],
+        lr=section.lr,
+        betas=section.betas,
+        eps=section.eps,
+        weight_decay=section.weight_decay,
     )
     loss_fn = TokenLoss()
     if layout.pp == 1:
@@ -113,6 +104,6 @@ def build_train_step(resolved: Resolved, model: Model, mesh: Mesh, device: torch
         ).forward_backward  # fmt: skip
     sharded_logits = layout.tp > 1 and config.parallel.loss_parallel
     return TrainStep(
-        run, loss_fn, named.values(), optimizer, layout, config.training.max_grad_norm,
+        run, loss_fn, model, optimizer, layout, config.training.max_grad_norm,
         loss_context=loss_parallel if sharded_logits else contextlib.nullcontext,
     )  # fmt: skip

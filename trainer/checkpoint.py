@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,9 +15,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from parallelize.local_model import LocalModel
 from trainer.config import Config
 from trainer.errors import UserError
-from trainer.optimizer import create_state, optimizer_tensors, parameters_of
+from trainer.optimizer import create_state, optimizer_tensors
 
 STATE_FILE = "trainer_state.json"
 # What makes it the same run. The layout, the machine and the length may change at a resume.
@@ -91,13 +91,14 @@ def check_same_run(folder: Path, config: Config) -> None:
 class Checkpointer:
     """Saves and loads the whole state of a run. Every method is called by all ranks together."""
 
-    def __init__(
-        self, config: Config, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device
-    ):
+    def __init__(self, config: Config, model: LocalModel, optimizer: torch.optim.Optimizer, device: torch.device):
         self.root = checkpoint_root(config)
         self.keep_latest = config.checkpoint.keep_latest
         self.config = json.loads(config.model_dump_json())
-        self.named = parameters_of(parts)
+        # A tied weight is one tensor in the file. The last stage writes and reads it as well as the first;
+        # where one rank holds both, the first is saved and the copy follows it.
+        self.named = model.copies | model.named
+        self.followers = {name: parameter for name, parameter in model.copies.items() if name in model.named}
         self.optimizer = optimizer
         self.device = device
 
@@ -142,6 +143,8 @@ class Checkpointer:
         dcp.load(tensors, checkpoint_id=str(folder))
         for name in generators:
             _set_rng_state(name, tensors[name])
+        for name, parameter in self.followers.items():
+            _copy_parameter(self.named[name], parameter, self.optimizer)
         return read_state(folder)["step"]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -177,6 +180,13 @@ class Checkpointer:
         if problems:
             shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
             raise UserError(*shown)
+
+
+@torch.no_grad()
+def _copy_parameter(source: nn.Parameter, target: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    target.copy_(source)
+    for kind, tensor in optimizer.state[source].items():
+        optimizer.state[target][kind].copy_(tensor)
 
 
 def _set_rng_state(name: str, state: torch.Tensor) -> None:

@@ -195,11 +195,6 @@ def _tensor_problems(config: Config, architecture: DecoderConfig, layout: Layout
         )
     if architecture.vocab_size < tp:
         yield f"parallel.tp = {tp} is above vocab_size = {architecture.vocab_size} of the model"
-    if architecture.tie_embeddings and layout.pp > 1:
-        yield (
-            f"parallel.pp = {layout.pp} with tie_embeddings = true: the first and the last stage would each hold a copy "
-            "of the tied matrix, which is not supported yet; use parallel.pp = 1, or model.tie_embeddings = false"
-        )
 
 
 def _lr_problems(config: Config) -> Iterator[str]:

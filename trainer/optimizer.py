@@ -1,22 +1,10 @@
 """AdamW over all of a rank's model parts, with state by parameter name."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-
-from parallelize.recompute import named_parameters
-
-
-def parameters_of(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Every parameter of a rank's parts by its name in the whole model; a tied one once."""
-    named: dict[str, nn.Parameter] = {}
-    for part in parts:
-        for name, parameter in named_parameters(part):
-            assert name not in named, f"two model parts of this rank hold {name}"
-            named[name] = parameter
-    return named
 
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
@@ -25,11 +13,11 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
 
 
 def build_optimizer(
-    named: dict[str, nn.Parameter], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    named: Iterable[tuple[str, nn.Parameter]], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> torch.optim.AdamW:
     """Fused AdamW. One group per (decayed, mesh): a fused update cannot mix device meshes."""
     groups: dict[tuple, list] = {}
-    for name, parameter in named.items():
+    for name, parameter in named:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((is_decayed(name, parameter), mesh), []).append((name, parameter))
     return torch.optim.AdamW(

@@ -1,7 +1,7 @@
 """One optimizer step: all micro-batches, one norm, one clip, one update."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 
 from parallelize.grad_norm import clip_by_norm, squared_norm_share
 from parallelize.layout import Layout
+from parallelize.local_model import LocalModel
 from parallelize.mesh import sum_over_ranks
 from trainer.loss import TokenLoss, count_valid
 
@@ -46,7 +47,7 @@ class TrainStep:
         self,
         run_micro_batches: RunMicroBatches,
         loss_fn: TokenLoss,
-        parameters: Sequence[nn.Parameter],
+        model: LocalModel,
         optimizer: torch.optim.Optimizer,
         layout: Layout,
         max_grad_norm: float,
@@ -54,7 +55,9 @@ class TrainStep:
     ):
         self.run_micro_batches = run_micro_batches
         self.loss_fn = loss_fn
-        self.parameters = list(parameters)
+        self.parameters = list(model.named.values())
+        self.copies = list(model.copies.values())
+        self.tied = model.tied
         self.optimizer = optimizer
         self.layout = layout
         self.max_grad_norm = max_grad_norm
@@ -72,6 +75,8 @@ class TrainStep:
         self.loss_fn.n_tokens = sum_over_ranks(count_valid(labels)) // copies
         with self.loss_context():
             losses = self.run_micro_batches(tokens, labels)
+        for weight in self.tied:
+            weight.sum_gradients()
         if not losses:  # a pipeline rank without the last stage
             return torch.zeros((), device=labels.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
@@ -89,6 +94,7 @@ class TrainStep:
         loss, squared_norm, stop = sum_over_ranks(shares).unbind()
         grad_norm = squared_norm.sqrt()
         if self.max_grad_norm:
+            gradients += [parameter.grad for parameter in self.copies]
             clip_by_norm(gradients, grad_norm.float(), self.max_grad_norm)
         return loss, grad_norm, stop
 

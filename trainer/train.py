@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from parallelize.local_model import LocalModel
 from parallelize.mesh import Mesh
 from trainer import process_group
-from trainer.build import Model, build_model, build_train_step, compute_dtype
+from trainer.build import build_model, build_train_step, compute_dtype
 from trainer.checkpoint import Checkpointer, check_same_run, choose_resume, read_state
 from trainer.config import Config
 from trainer.config_load import dump_config
@@ -95,7 +96,7 @@ def _train(config: Config, device: torch.device, stop: StopRequest) -> bool:
     mesh = Mesh(resolved.layout, device.type)
     model = build_model(resolved, mesh, device)
     step = build_train_step(resolved, model, mesh, device)
-    checkpointer = Checkpointer(config, model.parts, step.optimizer, device)
+    checkpointer = Checkpointer(config, model, step.optimizer, device)
     done_steps = checkpointer.load(resume_from) if resume_from is not None else 0
     loader = make_loader(
         rows, config.data, training.global_batch_size, mesh.dp_index, resolved.layout.dp, first_step=done_steps + 1
@@ -160,7 +161,7 @@ def _facts(resolved: Resolved, device: torch.device) -> RunFacts:
 
 
 def _print_summary(
-    resolved: Resolved, model: Model, device: torch.device, n_rows: int, resume_from: Path | None
+    resolved: Resolved, model: LocalModel, device: torch.device, n_rows: int, resume_from: Path | None
 ) -> None:
     config, layout, training = resolved.config, resolved.layout, resolved.config.training
     precision = config.precision

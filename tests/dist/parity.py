@@ -9,7 +9,6 @@ from tests.tiny import Observed, make_batch, reference, tiny_config
 from trainer.build import build_model, build_train_step
 from trainer.config import Config
 from trainer.config_rules import resolve_config
-from trainer.optimizer import parameters_of
 
 CPU = torch.device("cpu")
 
@@ -29,7 +28,7 @@ def observe(config: Config, world_size: int, n_steps: int, mask: str) -> Observe
     mesh = mesh_of(resolved.layout)
     model = build_model(resolved, mesh, CPU)
     train_step = build_train_step(resolved, model, mesh, CPU)
-    named, seen = parameters_of(model.parts), Observed()
+    named, seen = model.named, Observed()
     seen.initial = as_numpy({name: whole(parameter) for name, parameter in named.items()})
     share = config.training.global_batch_size // resolved.layout.dp
     rows = slice(mesh.dp_index * share, (mesh.dp_index + 1) * share)
@@ -45,6 +44,7 @@ def observe(config: Config, world_size: int, n_steps: int, mask: str) -> Observe
         seen.losses.append(loss.item())
         seen.grad_norms.append(grad_norm.item())
     seen.final = as_numpy({name: whole(parameter) for name, parameter in named.items()})
+    seen.copies = as_numpy({name: whole(parameter) for name, parameter in model.copies.items()})
     return seen
 
 

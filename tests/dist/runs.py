@@ -12,7 +12,6 @@ from tests.dist.pool import mesh_of
 from trainer import train as train_command
 from trainer.config import Config
 from trainer.loop import NonFiniteError
-from trainer.optimizer import parameters_of
 
 
 class NeverStop:
@@ -28,7 +27,7 @@ def run_training(config: Config, poison: tuple[int, int, float] | None = None) -
 
     def build_train_step(resolved, model, mesh, device):
         step = original(resolved, model, mesh, device)
-        seen.update(step=step, named=parameters_of(model.parts))
+        seen.update(step=step, named=model.named)
         if poison is not None:
             _poison(step, seen, *poison)
         return step

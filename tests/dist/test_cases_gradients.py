@@ -13,7 +13,6 @@ from tests.dist.pool import mesh_of
 from tests.tiny import make_batch, tiny_config
 from trainer.build import build_model, build_train_step
 from trainer.config_rules import resolve_config
-from trainer.optimizer import parameters_of
 
 CUTS = {
     "accum1": (1, dict(training__micro_batch_size=8)),
@@ -153,7 +152,7 @@ def replicated_parameters_after(config, world_size: int, n_steps: int) -> bool:
         dist.all_gather(copies, tensor.contiguous(), group=group)
         return all(torch.equal(copy, tensor) for copy in copies)
 
-    replicated = {name: p for name, p in parameters_of(model.parts).items() if "norm" in name}
+    replicated = {name: p for name, p in model.named.items() if "norm" in name}
     assert len(replicated) == 9 and all(isinstance(p, DTensor) for p in replicated.values())
     for number in range(1, n_steps + 1):
         share = step.forward_backward(*make_batch(config, number))

@@ -11,13 +11,12 @@ from tests.dist.runs import records, run_training
 from tests.tiny import tiny_config
 from trainer.build import build_model, build_train_step
 from trainer.config_rules import resolve_config
-from trainer.optimizer import parameters_of
 
 
 def local_and_whole(config, world_size: int) -> dict:
     """name -> (this rank's shard, the whole parameter) right after building."""
     resolved = resolve_config(config, world_size)
-    named = parameters_of(build_model(resolved, mesh_of(resolved.layout), CPU).parts)
+    named = build_model(resolved, mesh_of(resolved.layout), CPU).named
     return {name: (p.to_local().detach().numpy().copy(), whole(p).numpy()) for name, p in named.items()}
 
 
@@ -73,7 +72,7 @@ def bf16_step(config, world_size: int) -> dict:
     mesh = mesh_of(resolved.layout)
     model = build_model(resolved, mesh, CPU)
     step = build_train_step(resolved, model, mesh, CPU)
-    named, seen = parameters_of(model.parts), {}
+    named, seen = model.named, {}
     model.parts[0].layers["0"].feed_forward.register_forward_hook(lambda m, i, o: seen.update(activation=str(o.dtype)))
     tokens = torch.randint(0, 256, (8 // resolved.layout.dp, 32))
     share = step.forward_backward(tokens, tokens)
@@ -144,6 +143,8 @@ RESUMES = {
     "dp2_tp2": (4, dict(parallel__tp=2)),
     "pp2_dp2_interleaved": (4, dict(parallel__pp=2, parallel__schedule="Interleaved1F1B")),
     "hsdp2x2": (4, dict(parallel__dp_replicate=2)),
+    "tied_pp2": (2, dict(parallel__pp=2, model__tie_embeddings=True)),
+    "tied_v_shaped": (2, dict(parallel__pp=2, model__tie_embeddings=True, parallel__schedule="ZBVZeroBubble")),
 }
 
 
@@ -220,7 +221,7 @@ def load_into(config, folder: str) -> str:
     model = build_model(resolved, mesh, CPU)
     step = build_train_step(resolved, model, mesh, CPU)
     try:
-        Checkpointer(config, model.parts, step.optimizer, CPU).load(Path(folder))
+        Checkpointer(config, model, step.optimizer, CPU).load(Path(folder))
     except UserError as error:
         return error.message()
     return "loaded"

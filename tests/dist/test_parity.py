@@ -69,6 +69,24 @@ def test_reshard_after_forward(ranks, reshard):
     check_parity(ranks, 4, n_steps=2, parallel__tp=2, parallel__reshard_after_forward=reshard)
 
 
-@pytest.mark.parametrize("overrides", [{}, dict(parallel__tp=2)], ids=["dp2", "tp2"])
-def test_tied_embeddings(ranks, overrides):
-    check_parity(ranks, 2, model__tie_embeddings=True, **overrides)
+TIED = {
+    "dp2": (2, {}),
+    "tp2": (2, dict(parallel__tp=2)),
+    "pp2": (2, dict(parallel__pp=2)),
+    "pp2_dp2": (4, dict(parallel__pp=2)),
+    "pp4": (4, dict(parallel__pp=4)),
+    "interleaved": (2, dict(parallel__pp=2, parallel__schedule="Interleaved1F1B")),
+    "v_shaped": (4, dict(parallel__pp=2, parallel__schedule="ZBVZeroBubble")),
+    "dp2_tp2_pp2": (8, dict(parallel__tp=2, parallel__pp=2)),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_b12_b13_tied_embeddings(ranks, name):
+    """Ten steps; the copies of a pipeline stay the same bits, and are one parameter to the norm."""
+    world_size, overrides = TIED[name]
+    seen = check_parity(ranks, world_size, n_steps=10, model__tie_embeddings=True, **overrides)
+    copies = [rank.copies["tok_embeddings.weight"] for rank in seen if rank.copies]
+    originals = [rank.final["tok_embeddings.weight"] for rank in seen if "tok_embeddings.weight" in rank.final]
+    assert bool(copies) == ("parallel__pp" in overrides) 
+    assert all((copy == originals[0]).all() for copy in copies)

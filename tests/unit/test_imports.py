@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Never a model class or a plan.
 TRAINER_MAY = {
     "models", "models.decoder_config", "parallelize.layout", "parallelize.schedules", "parallelize.mesh",
-    "parallelize.grad_norm", "parallelize.recompute",
+    "parallelize.grad_norm", "parallelize.local_model",
 }  # fmt: skip
 
 

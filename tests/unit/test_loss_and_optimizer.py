@@ -41,7 +41,7 @@ def test_b82_norms_are_not_decayed():
     config = DecoderConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=256)
     named = dict(Decoder(config, 16).named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
-    optimizer = build_optimizer(named, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.5)
+    optimizer = build_optimizer(named.items(), lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.5)
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -54,7 +54,7 @@ def test_b82_norms_are_not_decayed():
 
 def test_set_lr_reaches_every_group():
     module = nn.Linear(2, 2)
-    optimizer = build_optimizer(dict(module.named_parameters()), lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = build_optimizer(module.named_parameters(), lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     set_lr(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 

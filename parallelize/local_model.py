@@ -1,0 +1,54 @@
+"""This rank's share of a model, with every parameter under its name in the whole."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from parallelize.mesh import Mesh
+from parallelize.plan import Plan
+from parallelize.recompute import named_parameters
+from parallelize.tied import TiedWeight
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """Stages' modules and their parameters.
+
+    parts:  the modules, in the order of ``stage_indices``.
+    named:  their parameters by name in the whole model, each of the model's once.
+    copies: second holders of a tied weight (the last stage's of the first's), by the name of the original.
+    tied:   the same as what keeps them equal; empty without a pipeline, where both names are one parameter.
+    """
+
+    parts: tuple[nn.Module, ...]
+    stage_indices: tuple[int, ...]
+    named: dict[str, nn.Parameter]
+    copies: dict[str, nn.Parameter]
+    tied: tuple[TiedWeight, ...]
+
+
+def original_names(plan: Plan) -> dict[str, str]:
+    """Name of a tied weight's second holder -> name of the weight."""
+    return {f"{copy}.weight": f"{original}.weight" for original, copy in plan.tied}
+
+
+def collect(
+    parts: Sequence[nn.Module], stage_indices: tuple[int, ...], plan: Plan, mesh: Mesh, first_and_last_together: bool
+) -> LocalModel:
+    """Name the parameters of this rank's parts. ``first_and_last_together``: one pipeline rank holds both ends."""
+    originals = original_names(plan)
+    named: dict[str, nn.Parameter] = {}
+    copies: dict[str, nn.Parameter] = {}
+    for part in parts:
+        for name, parameter in named_parameters(part):
+            place, name = (copies, originals[name]) if name in originals else (named, name)
+            assert name not in place, f"two parts of this rank hold {name}"
+            place[name] = parameter
+    tied = []
+    if mesh.layout.pp > 1:
+        for name in originals.values():
+            holders = [held[name] for held in (named, copies) if name in held]
+            if holders:
+                tied.append(TiedWeight.of(holders, mesh.axis("pp"), first_and_last_together))
+    return LocalModel(tuple(parts), stage_indices, named, copies, tuple(tied))
