@@ -21,14 +21,16 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.head_dim = config.head_dim
-        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=config.qkv_bias)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=config.wo_bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        q_BSHE = rotate(self.wq(x_BSD).unflatten(-1, (-1, self.head_dim)), table)
-        k_BSKE = rotate(self.wk(x_BSD).unflatten(-1, (-1, self.head_dim)), table)
+        q_BSHE = rotate(self.q_norm(self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))), table)
+        k_BSKE = rotate(self.k_norm(self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))), table)
         v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
         out_BHSE = F.scaled_dot_product_attention(
             q_BSHE.transpose(1, 2),

@@ -36,6 +36,9 @@ class DecoderConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
+    qkv_bias: bool = False  # Qwen2
+    wo_bias: bool = False  # with qkv_bias, Hugging Face's attention_bias of Llama
+    qk_norm: bool = False  # Qwen3: an RMSNorm over each query and key head
 
     def __post_init__(self):
         problems = [
@@ -64,7 +67,9 @@ class DecoderConfig:
     @property
     def n_params(self) -> int:
         """Trainable parameters; a tied matrix counts once."""
-        attention = self.dim * self.head_dim * (2 * self.n_heads + 2 * self.n_kv_heads)
+        qkv_channels = self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
+        attention = self.dim * (qkv_channels + self.head_dim * self.n_heads)
+        attention += qkv_channels * self.qkv_bias + self.dim * self.wo_bias + 2 * self.head_dim * self.qk_norm
         block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
         matrices = 1 if self.tie_embeddings else 2
         return self.n_layers * block + matrices * self.vocab_size * self.dim + self.dim

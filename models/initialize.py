@@ -17,15 +17,17 @@ _BLOCK_NUMEL = 1 << 22  # 16 MiB of fp32 a block: few enough generators, small e
 
 
 def initial_std(config: DecoderConfig, name: str) -> float | None:
-    """Standard deviation of the parameter called ``name``; None for a norm, which starts at one.
+    """Standard deviation of the parameter called ``name``; None for a norm, which starts at one; 0 for a bias.
 
     0.02 everywhere (GPT-2), and for the two matrices that write to the residual stream
     ``0.02 / sqrt(2 (layer + 1))``, so that the stream's variance does not grow with depth.
     ``layer`` counts in the whole model, not in a pipeline stage. Raises ``ValueError`` for a name
     that no rule covers: a new parameter must be given a start on purpose.
     """
-    module = name.removesuffix(".weight")
-    if module == "norm" or re.fullmatch(r"layers\.\d+\.(attention|ffn)_norm", module):
+    module, _, kind = name.rpartition(".")
+    if kind == "bias" and re.fullmatch(r"layers\.\d+\.attention\.w[qkvo]", module):
+        return 0.0
+    if module == "norm" or re.fullmatch(r"layers\.\d+\.((attention|ffn)_norm|attention\.[qk]_norm)", module):
         return None
     if module in ("tok_embeddings", "output") or re.fullmatch(
         r"layers\.\d+\.(attention\.w[qkv]|feed_forward\.w[13])", module
@@ -53,8 +55,8 @@ def draw_slice(
     slice_shape = tuple(hi - lo for lo, hi in zip(start, stop))
     if std is None:
         return torch.ones(slice_shape, device=device)
-    out = torch.empty(slice_shape, device=device)
-    if out.numel() == 0:
+    out = torch.zeros(slice_shape, device=device)
+    if out.numel() == 0 or std == 0:
         return out
     row_numel = math.prod(shape[1:])
     rows = max(1, _BLOCK_NUMEL // max(1, row_numel))

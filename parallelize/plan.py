@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -18,6 +19,31 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+
+
+class ReplicatedKvHeads(ParallelStyle):
+    """A key or value projection with fewer heads than there are tensor-parallel ranks.
+
+    Every rank holds the whole projection, computes all ``n_kv_heads`` heads, and passes on the one that its
+    query heads share. A rank's gradient of the projection covers its own head only: it is marked as partial,
+    and so summed over the axis.
+    """
+
+    def __init__(self, n_kv_heads: int):
+        self.n_kv_heads = n_kv_heads
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def replicate(name, module, mesh):
+            for key, parameter in module.named_parameters(recurse=False):
+                replica = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
+                module.register_parameter(key, nn.Parameter(replica))
+
+        def own_head(module, output, mesh):
+            local = output.to_local(grad_placements=[Partial()])
+            head = mesh.get_local_rank() * self.n_kv_heads // mesh.size()
+            return local.unflatten(-1, (self.n_kv_heads, -1))[..., head, :]
+
+        return distribute_module(module, device_mesh, replicate, output_fn=own_head)
 
 
 @dataclass(frozen=True)
@@ -41,11 +67,19 @@ class Plan:
     tied: tuple[tuple[str, str], ...] = ()
 
 
-def decoder_plan(*, sequence_parallel: bool, loss_parallel: bool, tie_embeddings: bool) -> Plan:
+def decoder_plan(
+    *,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+    tie_embeddings: bool = False,
+    qk_norm: bool = False,
+    replicated_kv_heads: int | None = None,
+) -> Plan:
     """The plan of the one decoder.
 
     With ``sequence_parallel`` the residual stream and the norms hold S/tp tokens a rank between the
     matmuls (Korthikanti et al. 2022); with ``loss_parallel`` the logits stay sharded over the vocabulary.
+    ``replicated_kv_heads``: the model's kv heads where they are fewer than the tp ranks; None shards them.
     """
     stream = Shard(1) if sequence_parallel else Replicate()
     whole = Replicate()
@@ -53,7 +87,10 @@ def decoder_plan(*, sequence_parallel: bool, loss_parallel: bool, tie_embeddings
         # Vocabulary and feature dims may be uneven: DTensor's shards need not divide.
         "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=stream),
         "layers.*.attention": PrepareModuleInput(input_layouts=(stream, None), desired_input_layouts=(whole, None)),
-        "layers.*.attention.w[qkv]": ColwiseParallel(),
+        "layers.*.attention.wq": ColwiseParallel(),
+        "layers.*.attention.w[kv]": (
+            ColwiseParallel() if replicated_kv_heads is None else ReplicatedKvHeads(replicated_kv_heads)
+        ),
         "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
         "layers.*.feed_forward": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,)),
         "layers.*.feed_forward.w[13]": ColwiseParallel(),
@@ -66,6 +103,8 @@ def decoder_plan(*, sequence_parallel: bool, loss_parallel: bool, tie_embeddings
     }
     if sequence_parallel:
         styles |= {name: SequenceParallel() for name in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")}
+    if qk_norm:  # each rank norms its own heads, so a rank's gradient is a part of the whole
+        styles["layers.*.attention.[qk]_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
     if tie_embeddings:
         # One group must hold both names of a tied weight, or fully_shard unties them: leave both to
         # the root group, which is gathered for the whole forward.

@@ -56,6 +56,8 @@ def build_meta_parts(resolved: Resolved, stage_indices: tuple[int, ...]) -> tupl
         sequence_parallel=config.parallel.sequence_parallel,
         loss_parallel=config.parallel.loss_parallel,
         tie_embeddings=architecture.tie_embeddings,
+        qk_norm=architecture.qk_norm,
+        replicated_kv_heads=architecture.n_kv_heads if resolved.replicates_kv_heads else None,
     )
     parts = [split_stage(whole, plan, resolved.layers_per_stage, stage) for stage in stage_indices]
     return parts, resolve_plan(whole, plan)

@@ -42,6 +42,9 @@ class Model(Section):
     norm_eps: Positive | None = Field(None, description="epsilon of the norms")
     rope_theta: Positive | None = Field(None, description="base of the rotary frequencies")
     tie_embeddings: bool | None = Field(None, description="one matrix for input embedding and output")
+    qkv_bias: bool | None = Field(None, description="biases on the query, key and value projections")
+    wo_bias: bool | None = Field(None, description="a bias on the attention's output projection")
+    qk_norm: bool | None = Field(None, description="a norm over each query and key head")
 
 
 class Data(Section):
@@ -118,6 +121,9 @@ class Parallel(Section):
     )
     balance: Literal["uniform"] | tuple[Count, ...] = Field(
         "uniform", description='layers per stage: "uniform" (differ by at most 1), or a list, one number a stage'
+    )
+    replicate_kv_heads: bool = Field(
+        False, description="with tp a multiple of n_kv_heads: every rank computes all key/value heads and uses its own"
     )
     sequence_parallel: bool = Field(True, description="with tp: shard the residual stream and norms over the sequence")
     loss_parallel: bool = Field(True, description="with tp: keep the logits sharded over the vocabulary")

@@ -32,6 +32,11 @@ class Resolved:
         return training.global_batch_size // (training.micro_batch_size * self.layout.dp)
 
     @property
+    def replicates_kv_heads(self) -> bool:
+        """Whether kv heads are fewer than tp ranks, and so computed on every one."""
+        return self.config.parallel.replicate_kv_heads and self.layout.tp > self.architecture.n_kv_heads
+
+    @property
     def tokens_per_step(self) -> int:
         return self.config.training.global_batch_size * self.config.training.seq_len
 
@@ -185,8 +190,14 @@ def _tensor_problems(config: Config, architecture: DecoderConfig, layout: Layout
     tp = layout.tp
     for name in ("n_heads", "n_kv_heads", "ffn_dim"):
         value = getattr(architecture, name)
-        if value % tp:
-            yield f"parallel.tp = {tp} does not divide {name} = {value} of the model: use {_divisors(value)}"
+        if value % tp == 0:
+            continue
+        replicable = name == "n_kv_heads" and tp % value == 0
+        if not (replicable and config.parallel.replicate_kv_heads):
+            yield (
+                f"parallel.tp = {tp} does not divide {name} = {value} of the model: use {_divisors(value)}"
+                + (", or parallel.replicate_kv_heads = true" if replicable else "")
+            )
     seq_len = config.training.seq_len
     if config.parallel.sequence_parallel and seq_len % tp:
         yield (

@@ -90,3 +90,27 @@ def test_b12_b13_tied_embeddings(ranks, name):
     originals = [rank.final["tok_embeddings.weight"] for rank in seen if "tok_embeddings.weight" in rank.final]
     assert bool(copies) == ("parallel__pp" in overrides) 
     assert all((copy == originals[0]).all() for copy in copies)
+
+
+@pytest.mark.parametrize("overrides", [{}, dict(parallel__sequence_parallel=False)], ids=["sp", "no_sp"])
+def test_kv_heads_fewer_than_tp(ranks, overrides):
+    """2 kv heads on 4 tensor-parallel ranks; each projection's gradient is the sum of all ranks'."""
+    check_parity(ranks, 4, parallel__tp=4, parallel__replicate_kv_heads=True, **overrides)
+
+
+QWEN_LIKE = dict(model__qkv_bias=True, model__wo_bias=True, model__qk_norm=True, model__head_dim=32)
+
+
+@pytest.mark.parametrize(
+    "world_size, overrides",
+    [
+        (2, {}),
+        (2, dict(parallel__tp=2)),
+        (4, dict(parallel__tp=2, parallel__sequence_parallel=False)),
+        (4, dict(parallel__tp=4, parallel__replicate_kv_heads=True)),
+        (8, dict(parallel__tp=2, parallel__pp=2)),
+    ],
+    ids=["dp2", "tp2", "dp2_tp2_no_sp", "tp4_replicated_kv", "2x2x2"],
+)
+def test_biases_and_qk_norm(ranks, world_size, overrides):
+    check_parity(ranks, world_size, **QWEN_LIKE, **overrides)

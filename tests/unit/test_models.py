@@ -28,6 +28,12 @@ def test_parameter_counts_are_the_published_ones(size):
     assert [name for name, _ in model.named_parameters() if initial_std(config, name) == 0] == []
 
 
+@pytest.mark.parametrize("switch", ["qkv_bias", "wo_bias", "qk_norm", "tie_embeddings"])
+def test_switches_are_counted(switch):
+    config = DecoderConfig(**{**vars(TINY), switch: True})
+    assert sum(p.numel() for p in Decoder(config, 8).parameters()) == config.n_params != TINY.n_params
+
+
 @pytest.mark.parametrize("tied, n_params", [(False, 106_816), (True, 90_432)])
 def test_b75_parameters_and_flops(tied, n_params):
     config = DecoderConfig(**{**vars(TINY), "tie_embeddings": tied})
