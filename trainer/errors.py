@@ -9,6 +9,10 @@ EXIT_STOPPED = 75  # a signal, after a clean checkpoint: start me again
 STATUS_FILE_VARIABLE = "MESHLOOM_STATUS_FILE"
 
 
+class StoppedRun(RuntimeError):
+    """The run itself decided to stop, on every rank alike: a result to report, not a bug. No traceback."""
+
+
 class UserError(ValueError):
     """Something in the config, the command line or the files that only the user can put right.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from trainer.checkpoint import Checkpointer
+from trainer.errors import StoppedRun
 from trainer.hardware import memory_peak_bytes
 from trainer.lr_schedule import LrSchedule
 from trainer.metrics import Reporter, Stopwatch
@@ -15,7 +16,7 @@ from trainer.signals import StopRequest
 from trainer.step import StepResult, TrainStep
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(StoppedRun):
     """Loss or gradient norm was inf or nan and the config says to stop."""
 
 
@@ -97,7 +98,7 @@ def read_verdicts(run: Run, n_left_unread: int) -> bool:
             run.skipped_steps += 1
             if run.stop_on_nonfinite:
                 raise NonFiniteError(
-                    f"step {step}: loss {result.loss.item()}, gradient norm {result.grad_norm.item()}. "
+                    f"stopped at step {step}: loss {result.loss.item()}, gradient norm {result.grad_norm.item()}. "
                     "The update was not applied; the checkpoints before it are good. "
                     'To go on past such steps: training.nonfinite = "skip"'
                 )

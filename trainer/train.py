@@ -1,8 +1,6 @@
 """The ``train`` command: what one rank does from a checked config to the end of the run."""
 
-import os
 import sys
-import traceback
 from pathlib import Path
 
 import torch
@@ -10,75 +8,29 @@ import torch.distributed as dist
 
 from parallelize.local_model import LocalModel
 from parallelize.mesh import Mesh
-from trainer import process_group
 from trainer.build import build_model, build_train_step, compute_dtype
 from trainer.checkpoint import Checkpointer, check_same_run, choose_resume, read_state
 from trainer.config import Config
 from trainer.config_load import dump_config
 from trainer.config_rules import Resolved, resolve_config
 from trainer.data.loader import load_rows, make_loader
-from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_STOPPED, STATUS_FILE_VARIABLE, UserError
+from trainer.errors import EXIT_STOPPED
 from trainer.hardware import peak_flops
-from trainer.loop import NonFiniteError, Run, RunFacts, train
+from trainer.loop import Run, RunFacts, train
 from trainer.lr_schedule import LrSchedule
 from trainer.metrics import Reporter
+from trainer.rank import run_rank
 from trainer.signals import StopRequest
 
 
 def main(config: Config) -> int:
-    """Train as one rank of the job. Returns the exit code; never leaves other ranks waiting for this one."""
+    """Train as one rank of the job. Returns the exit code."""
     stop = StopRequest()
-    device = process_group.join()
-    is_main = dist.get_rank() == 0
-    try:
-        finished = _train(config, device, stop)
-    except UserError as error:  # every rank finds the same; one says it
-        if is_main:
-            print(error.message(), file=sys.stderr, flush=True)
-        return _exit_now(EXIT_BAD_INPUT)
-    except NonFiniteError as error:
-        if is_main:
-            print(f"stopped at {error}", file=sys.stderr, flush=True)
-        return _exit_now(EXIT_FAILED)
-    except BaseException as error:
-        _show_failure(error)
-        return _exit_now(EXIT_FAILED)
-    code = 0 if finished else EXIT_STOPPED
-    _leave_status(code)
-    process_group.leave()
-    return code
-
-
-def _leave_status(code: int) -> None:
-    if dist.get_rank() == 0 and STATUS_FILE_VARIABLE in os.environ:
-        Path(os.environ[STATUS_FILE_VARIABLE]).write_text(str(code))
-
-
-def _exit_now(code: int) -> int:
-    """End a failed rank without waiting for the others, whom torchrun then ends."""
-    if dist.get_world_size() == 1:
-        return code
-    _leave_status(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _show_failure(error: BaseException) -> None:
-    """The traceback, unless this rank only noticed that another one has gone."""
-    rank = dist.get_rank()
-    lost_peer = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-    if any(sign in str(error) for sign in lost_peer):
-        print(f"[rank {rank}] ends: another rank has failed", file=sys.stderr, flush=True)
-        return
-    text = "".join(traceback.format_exception(error))
-    print("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()), file=sys.stderr, flush=True)
+    return run_rank(lambda device: 0 if _train(config, device, stop) else EXIT_STOPPED)
 
 
 def _train(config: Config, device: torch.device, stop: StopRequest) -> bool:
     world_size, is_main = dist.get_world_size(), dist.get_rank() == 0
-    if device.type == "cpu" and world_size > 1:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     resolved = resolve_config(config, world_size)
     training, folder = config.training, Path(config.job.output_dir)
 

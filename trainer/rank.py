@@ -1,0 +1,83 @@
+"""One process of a job: join the others, do the work, and leave without keeping anyone waiting."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, STATUS_FILE_VARIABLE, StoppedRun, UserError
+
+
+def run_rank(work: Callable[[torch.device], int]) -> int:
+    """Call ``work(device)`` in the default process group and return its exit code.
+
+    ``UserError`` and ``StoppedRun``, which every rank meets alike, are said once, by rank 0; anything else
+    with its traceback by the rank that it happened on, which then ends at once: torchrun ends the others.
+    """
+    device = _join()
+    try:
+        code = work(device)
+    except UserError as error:
+        _say_once(error.message())
+        return _end_now(EXIT_BAD_INPUT)
+    except StoppedRun as error:
+        _say_once(f"error: {error}")
+        return _end_now(EXIT_FAILED)
+    except BaseException as error:
+        _show_failure(error)
+        return _end_now(EXIT_FAILED)
+    _leave_status(code)
+    dist.destroy_process_group()
+    return code
+
+
+def _join() -> torch.device:
+    """Start the default process group from torchrun's environment; alone without it. NCCL on GPUs, else gloo."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        options = {"backend": "nccl", "device_id": device}
+    else:
+        device = torch.device("cpu")
+        options = {"backend": "gloo"}
+    if "RANK" not in os.environ:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(**options)
+    if device.type == "cpu" and dist.get_world_size() > 1:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    return device
+
+
+def _say_once(message: str) -> None:
+    if dist.get_rank() == 0:
+        print(message, file=sys.stderr, flush=True)
+
+
+def _show_failure(error: BaseException) -> None:
+    """The traceback, unless this rank only noticed that another one has gone."""
+    rank = dist.get_rank()
+    lost_peer = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+    if any(sign in str(error) for sign in lost_peer):
+        print(f"[rank {rank}] ends: another rank has failed", file=sys.stderr, flush=True)
+        return
+    text = "".join(traceback.format_exception(error))
+    print("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()), file=sys.stderr, flush=True)
+
+
+def _leave_status(code: int) -> None:
+    if dist.get_rank() == 0 and STATUS_FILE_VARIABLE in os.environ:
+        Path(os.environ[STATUS_FILE_VARIABLE]).write_text(str(code))
+
+
+def _end_now(code: int) -> int:
+    """End without destroying the process group, which would wait for ranks that may never come."""
+    if dist.get_world_size() == 1:
+        return code
+    _leave_status(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
