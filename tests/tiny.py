@@ -1,7 +1,6 @@
 """The tiny model of the cases, its batches, and the reference: one process, no trainer, no parallelism."""
 
 import functools
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from trainer.config import Config
 from trainer.config_load import Override, load_config
 from trainer.config_rules import Resolved, resolve_config
 from trainer.data.rows import IGNORED
+from trainer.observe import Observed
 
 TINY = {
     "model.dim": 64, "model.n_layers": 4, "model.n_heads": 4, "model.n_kv_heads": 2, "model.head_dim": 16,
@@ -52,19 +52,6 @@ def make_batch(config: Config, step: int, mask: str = "none") -> tuple[torch.Ten
     if mask == "all":
         labels[:] = IGNORED
     return tokens[:, :-1], labels
-
-
-@dataclass
-class Observed:
-    """What a run shows of itself: per step, and of step 1 every gradient before and after clipping, by name."""
-
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    clipped: dict[str, torch.Tensor] = field(default_factory=dict)
-    initial: dict[str, torch.Tensor] = field(default_factory=dict)
-    final: dict[str, torch.Tensor] = field(default_factory=dict)
-    copies: dict[str, torch.Tensor] = field(default_factory=dict)  # second holders of tied weights, at the end
 
 
 def reference_model(resolved: Resolved) -> Decoder:

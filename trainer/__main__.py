@@ -17,6 +17,12 @@ def train(options, overrides) -> int:
     return train.main(config)
 
 
+def verify(options, overrides) -> int:
+    from trainer import verify_command
+
+    return verify_command.main(options, load_config(options.config, overrides))
+
+
 def schema(options, overrides) -> int:
     print(json.dumps(Config.model_json_schema(), indent=1))
     return 0
@@ -24,6 +30,7 @@ def schema(options, overrides) -> int:
 
 COMMANDS = {
     train: "train as this one process, or as one rank under torchrun (./run_train.sh starts them all)",
+    verify: "show that a config gives the same numbers at its layout as on one process",
     schema: "print the JSON schema of the configuration, for editors",
 }
 
@@ -37,7 +44,15 @@ def main() -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         command.set_defaults(run=function)
-        if function is train:
+        if function is verify:
+            command.add_argument(
+                "--nproc", metavar="N", type=int, help="processes (default: its GPUs, else what the layout needs)"
+            )
+            command.add_argument(
+                "--steps", metavar="K", type=int, default=3, help="optimizer steps to compare (default 3)"
+            )
+            command.add_argument("--json", action="store_true", help="print the result as JSON")
+        if function is not schema:
             command.add_argument(
                 "--config", metavar="C", help="a TOML file, or a name from train_configs/ (default: all defaults)"
             )

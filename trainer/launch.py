@@ -48,16 +48,22 @@ def main(arguments: list[str] | None = None) -> int:
     return run_ranks(nproc, n_nodes, command + [override.shown for override in overrides])
 
 
-def _check(config: Config, nproc: int | None, n_nodes: int) -> int:
-    """Everything about the config, this machine and the files that can be checked now. Returns nproc."""
+def count_processes(config: Config, nproc: int | None, n_nodes: int) -> int:
+    """Processes to start on this machine: as asked, else its GPUs, else what the layout needs."""
     if nproc is not None and nproc < 1:
         raise UserError(f"--nproc {nproc}: at least 1 process is needed")
-    n_gpus = _count_gpus()
-    needed = layout_needs(config.parallel)
+    n_gpus = count_gpus()
     if nproc is None:
-        nproc = n_gpus or -(-needed // n_nodes)
+        nproc = n_gpus or -(-layout_needs(config.parallel) // n_nodes)
     if n_gpus and nproc > n_gpus:
         raise UserError(f"--nproc {nproc}, but this machine has {n_gpus} GPU(s)")
+    return nproc
+
+
+def _check(config: Config, nproc: int | None, n_nodes: int) -> int:
+    """Everything about the config, this machine and the files that can be checked now. Returns nproc."""
+    nproc = count_processes(config, nproc, n_nodes)
+    n_gpus, needed = count_gpus(), layout_needs(config.parallel)
     try:
         resolved = resolve_config(config, nproc * n_nodes)
     except UserError as error:
@@ -102,7 +108,7 @@ def _check_writable(output_dir: str) -> None:
         raise UserError(f'job.output_dir = "{output_dir}" cannot be written: {error.strerror}') from None
 
 
-def _count_gpus() -> int:
+def count_gpus() -> int:
     """GPUs that torch will see, without loading torch where there is no driver."""
     if not Path("/proc/driver/nvidia/version").exists() and not Path("/dev/kfd").exists():
         return 0

@@ -1,5 +1,6 @@
 """One process of a job: join the others, do the work, and leave without keeping anyone waiting."""
 
+import logging
 import os
 import sys
 import traceback
@@ -47,6 +48,9 @@ def _join() -> torch.device:
     if "RANK" not in os.environ:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(**options)
+    # DTensor warns on each rank, once a pattern, that gathering a tensor sharded over two axes takes two
+    # collectives. It does, and only when a whole tensor is wanted for a check.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if device.type == "cpu" and dist.get_world_size() > 1:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     return device

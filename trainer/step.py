@@ -87,7 +87,7 @@ class TrainStep:
         shares = torch.stack(
             [
                 loss_share.double() / self.layout.tp,
-                squared_norm_share(gradients, self.layout).double(),
+                squared_norm_share(gradients, self.layout),
                 torch.full_like(loss_share, stop_requested, dtype=torch.float64),
             ]
         )

@@ -1,51 +1,37 @@
 """Run a layout on gloo ranks and hold it against one process, parameter by parameter."""
 
 
+import dataclasses
+
 import torch
-from torch.distributed.tensor import DTensor
 
 from tests.dist.pool import mesh_of
-from tests.tiny import Observed, make_batch, reference, tiny_config
-from trainer.build import build_model, build_train_step
+from tests.tiny import make_batch, reference, tiny_config
 from trainer.config import Config
 from trainer.config_rules import resolve_config
+from trainer.observe import Observed, observe
 
 CPU = torch.device("cpu")
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full value of a (sharded) tensor, gathered by all ranks together."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def as_numpy(tensors: dict[str, torch.Tensor]) -> dict:
     return {name: tensor.numpy() for name, tensor in tensors.items()}  # pickled by value
 
 
-def observe(config: Config, world_size: int, n_steps: int, mask: str) -> Observed:
-    """Runs on each rank: build, train ``n_steps``, and report this rank's losses and its stages' tensors."""
+def numpy_tensors(seen: Observed) -> Observed:
+    return dataclasses.replace(
+        seen, **{name: as_numpy(value) for name, value in vars(seen).items() if isinstance(value, dict)}
+    )
+
+
+def observe_rank(config: Config, world_size: int, n_steps: int, mask: str) -> Observed:
+    """Runs on each rank: its first ``n_steps`` on the cases' batches, tensors as numpy arrays."""
     resolved = resolve_config(config, world_size)
     mesh = mesh_of(resolved.layout)
-    model = build_model(resolved, mesh, CPU)
-    train_step = build_train_step(resolved, model, mesh, CPU)
-    named, seen = model.named, Observed()
-    seen.initial = as_numpy({name: whole(parameter) for name, parameter in named.items()})
     share = config.training.global_batch_size // resolved.layout.dp
     rows = slice(mesh.dp_index * share, (mesh.dp_index + 1) * share)
-    for step in range(1, n_steps + 1):
-        tokens, labels = make_batch(config, step, mask)
-        loss_share = train_step.forward_backward(tokens[rows], labels[rows])
-        if step == 1:
-            seen.gradients = as_numpy({name: whole(parameter.grad) for name, parameter in named.items()})
-        loss, grad_norm, _ = train_step.total_and_clip(loss_share, stop_requested=False)
-        if step == 1:
-            seen.clipped = as_numpy({name: whole(parameter.grad) for name, parameter in named.items()})
-        assert train_step.update(loss, grad_norm).item() == 0, "the step was skipped"
-        seen.losses.append(loss.item())
-        seen.grad_norms.append(grad_norm.item())
-    seen.final = as_numpy({name: whole(parameter) for name, parameter in named.items()})
-    seen.copies = as_numpy({name: whole(parameter) for name, parameter in model.copies.items()})
-    return seen
+    batches = [make_batch(config, step, mask) for step in range(1, n_steps + 1)]
+    return numpy_tensors(observe(resolved, mesh, CPU, [(tokens[rows], labels[rows]) for tokens, labels in batches]))
 
 
 def same_on_one_process(config: Config) -> Config:
@@ -62,7 +48,7 @@ def check_parity(
     rounding; and ``n_steps`` of training. Returns what each rank saw."""
     config = tiny_config(**overrides)
     expected = reference(same_on_one_process(config), n_steps, mask)
-    seen = ranks(world_size, observe, config, world_size, n_steps, mask, timeout_s=timeout_s)
+    seen = ranks(world_size, observe_rank, config, world_size, n_steps, mask, timeout_s=timeout_s)
     names = set().union(*(rank.gradients for rank in seen))
     assert names == expected.gradients.keys(), names ^ expected.gradients.keys()
     for rank, observed in enumerate(seen):

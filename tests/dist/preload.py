@@ -8,3 +8,4 @@ import torch.distributed.tensor.parallel  # noqa: F401
 import trainer.build  # noqa: F401
 import trainer.checkpoint  # noqa: F401
 import trainer.loop  # noqa: F401
+import trainer.verify_command  # noqa: F401

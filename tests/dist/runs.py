@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from parallelize.mesh import Mesh
-from tests.dist.parity import CPU, as_numpy, whole
+from tests.dist.parity import CPU, as_numpy
 from tests.dist.pool import mesh_of
 from trainer import train as train_command
 from trainer.config import Config
 from trainer.loop import NonFiniteError
+from trainer.observe import whole
 
 
 class NeverStop:

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from models.rotary import rotary_table
-from tests.dist.parity import CPU, whole
+from tests.dist.parity import CPU
 from tests.dist.pool import mesh_of
 from tests.dist.runs import records, run_training
 from tests.tiny import tiny_config
 from trainer.build import build_model, build_train_step
 from trainer.config_rules import resolve_config
+from trainer.observe import whole
 
 
 def local_and_whole(config, world_size: int) -> dict:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from trainer.config import Data
 from trainer.data.documents import read_documents
 from trainer.data.rows import TokenRows, token_stream
 from trainer.data.tokenizer import load_tokenizer
@@ -62,7 +63,7 @@ class StepSampler:
             yield batch[self.dp_index * self.share : (self.dp_index + 1) * self.share]
 
 
-def load_rows(data, seq_len: int, vocab_size: int) -> TokenRows:
+def load_rows(data: Data, seq_len: int, vocab_size: int) -> TokenRows:
     """Read and tokenize the text of the ``[data]`` section. Raises ``UserError`` for what the user can mend."""
     tokenizer = load_tokenizer(data.tokenizer)
     if tokenizer.n_ids > vocab_size:
@@ -74,7 +75,7 @@ def load_rows(data, seq_len: int, vocab_size: int) -> TokenRows:
 
 
 def make_loader(
-    rows: TokenRows, data, global_batch_size: int, dp_index: int, dp: int, first_step: int
+    rows: TokenRows, data: Data, global_batch_size: int, dp_index: int, dp: int, first_step: int
 ) -> StatefulDataLoader:
     """Batches of this data rank from ``first_step`` (1-based) on: tokens and labels int64 [sequences, S].
 
