@@ -204,8 +204,15 @@ def _tensor_problems(config: Config, architecture: DecoderConfig, layout: Layout
             f"training.seq_len = {seq_len} is not a multiple of parallel.tp = {tp}, as sequence parallel needs: "
             f"use {f'{seq_len // tp * tp} or ' if seq_len >= tp else ''}{(seq_len // tp + 1) * tp}, or parallel.sequence_parallel = false"
         )
-    if architecture.vocab_size < tp:
-        yield f"parallel.tp = {tp} is above vocab_size = {architecture.vocab_size} of the model"
+    vocab_size = architecture.vocab_size
+    if vocab_size < tp:
+        yield f"parallel.tp = {tp} is above vocab_size = {vocab_size} of the model"
+    elif vocab_size % tp and layout.dp_shard > 2:
+        # torch 2.13 computes wrong offsets for some of these shards, which would end up in checkpoints.
+        yield (
+            f"vocab_size = {vocab_size} of the model is not a multiple of parallel.tp = {tp}, which torch cannot shard again "
+            f"over dp_shard = {layout.dp_shard}: use model.vocab_size = {(vocab_size // tp + 1) * tp}, or dp_shard of at most 2"
+        )
 
 
 def _lr_problems(config: Config) -> Iterator[str]:

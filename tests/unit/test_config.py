@@ -188,6 +188,7 @@ def test_b62_global_batch_not_divisible():
         (2, dict(parallel__pp=2, parallel__schedule="zbvzerobubble", activation_checkpoint__mode="selective"), '"selective"'),
         (2, dict(parallel__pp=2, parallel__schedule="DualPipeV", parallel__reshard_after_forward="always"), "wrong gradients"),
         (2, dict(parallel__pp=2, parallel__balance="[1, 4]"), "add up to n_layers = 6, for example [3, 3]"),
+        (8, dict(parallel__tp=2, model__vocab_size=321), "use model.vocab_size = 322, or dp_shard of at most 2"),
         (1, dict(model__size="9T"), 'model.size = "9T"'),
         (1, dict(model__dim=100), "dim = 100 is not a multiple of n_heads = 8"),
         (1, dict(lr_schedule__warmup_steps=500), "lr_schedule.warmup_steps = 500"),

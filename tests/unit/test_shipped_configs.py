@@ -94,3 +94,14 @@ def test_every_stage_has_one_rank(pp, v_shaped):
     stages = [stages_of_rank(rank, pp, 2 * pp, v_shaped) for rank in range(pp)]
     assert sorted(sum(stages, ())) == list(range(2 * pp))
     assert stages[0] == ((0, 2 * pp - 1) if v_shaped else (0, pp))
+
+
+def test_torch_still_misplaces_vocabularies_sharded_unevenly_twice():
+    """Once this fails, the rule on vocab_size, tp and dp_shard in config_rules.py can go."""
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    # 9 rows over tp 2: 5 and 4. The 5 over dp 4: 2, 2, 1, 0. The 4: 1 each, the last of them row 8.
+    placements = (_StridedShard(0, split_factor=2), Shard(0))
+    shape, offset = _compute_local_shape_and_global_offset((9, 1), (4, 2), [3, 1], placements)
+    assert (shape[0], offset[0]) != (1, 8)
