@@ -8,13 +8,15 @@ import sys
 from trainer.config import Config
 from trainer.config_load import key_help, load_config, split_overrides
 from trainer.errors import EXIT_BAD_INPUT, UserError
+from trainer.signals import StopRequest
 
 
 def train(options, overrides) -> int:
+    stop = StopRequest()  # before torch loads, so that Ctrl-C is never a traceback
     config = load_config(options.config, overrides)
-    from trainer import train  # late: loads torch
+    from trainer import train
 
-    return train.main(config)
+    return train.main(config, stop)
 
 
 def verify(options, overrides) -> int:

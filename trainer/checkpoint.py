@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from parallelize.local_model import LocalModel
 from trainer.config import Config
@@ -42,7 +43,11 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def choose_resume(config: Config) -> Path | None:
-    """The checkpoint that the config asks to start from, None for a fresh start. Raises ``UserError``."""
+    """The checkpoint that the config asks to start from, None for a fresh start. Raises ``UserError``.
+
+    A run's own newest checkpoint always comes first, so that the command that started from another folder
+    goes on after a kill.
+    """
     own = complete_checkpoints(checkpoint_root(config))
     resume = config.checkpoint.resume
     if resume == "auto":
@@ -59,7 +64,12 @@ def choose_resume(config: Config) -> Path | None:
         raise UserError(
             f'checkpoint.resume = "{resume}" is not a checkpoint folder; use "auto", "never" or .../step-00000100'
         )
-    return folder
+    if own and folder.resolve().parent == own[-1].resolve().parent and folder.resolve() != own[-1].resolve():
+        raise UserError(
+            f'checkpoint.resume = "{resume}", but job.output_dir = "{config.job.output_dir}" goes on to step '
+            f"{step_of(own[-1])}: choose another job.output_dir, or remove the later checkpoints"
+        )
+    return own[-1] if own else folder
 
 
 def checkpoint_root(config: Config) -> Path:
@@ -67,8 +77,29 @@ def checkpoint_root(config: Config) -> Path:
 
 
 def read_state(folder: Path) -> dict:
-    """The checkpoint's ``trainer_state.json``."""
-    return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    """The checkpoint's ``trainer_state.json``. Raises ``UserError`` if it is damaged."""
+    try:
+        return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _damaged(folder, error) from None
+
+
+def _damaged(folder: Path, error: BaseException) -> UserError:
+    earlier = [other for other in complete_checkpoints(folder.parent) if step_of(other) < (step_of(folder) or 0)]
+    hint = f"remove it to go on from {earlier[-1]}" if earlier else "remove it to start over"
+    return UserError(f"checkpoint {folder} cannot be read ({str(error).strip().splitlines()[-1]}): {hint}")
+
+
+def changed_since(state: dict, config: Config) -> list[str]:
+    """What else differs from the config that a checkpoint was written with, as "key: before -> after"."""
+    now = json.loads(config.model_dump_json())
+    sections = ("training", "optimizer", "lr_schedule", "parallel", "precision")
+    return [
+        f"{section}.{key}: {before} -> {now[section].get(key)}"
+        for section in sections
+        for key, before in state["config"][section].items()
+        if now[section].get(key) != before
+    ]
 
 
 def check_same_run(folder: Path, config: Config) -> None:
@@ -102,7 +133,7 @@ class Checkpointer:
         self.optimizer = optimizer
         self.device = device
 
-    def save(self, step: int) -> Path:
+    def save(self, step: int, skipped_steps: int) -> Path:
         """Write the state after ``step``. Returns the folder once it is complete."""
         final = self.root / f"step-{step:08d}"
         partial = self.root / f"step-{step:08d}.partial"
@@ -114,12 +145,14 @@ class Checkpointer:
         if dist.get_rank() == 0:
             state = {
                 "step": step,
+                "skipped_steps": skipped_steps,
                 "samples_seen": step * self.config["training"]["global_batch_size"],
                 "world_size": dist.get_world_size(),
                 "torch": torch.__version__,
                 "config": self.config,
             }
             (partial / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+            shutil.rmtree(final, ignore_errors=True)  # only ever one that was not complete
             os.rename(partial, final)
             if self.keep_latest:
                 for old in complete_checkpoints(self.root)[: -self.keep_latest]:
@@ -127,25 +160,32 @@ class Checkpointer:
         dist.barrier()
         return final
 
-    def load(self, folder: Path) -> int:
-        """Read the state in place, at whatever layout it was written. Returns the step it was saved after.
+    def load(self, folder: Path) -> dict:
+        """Read the state in place, at whatever layout it was written. Returns its ``trainer_state.json``.
 
         Raises ``UserError`` listing every parameter that is missing, left over, or of another shape or dtype.
         """
         create_state(self.optimizer)
         tensors = self._tensors()
-        stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+        state = read_state(folder)
+        try:
+            stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+        except Exception as error:  # whatever unpickling a damaged file raises
+            raise _damaged(folder, error) from None
         generators = {name for name in tensors if name.startswith("rng.")}
         self._check_keys(folder, {name: t for name, t in tensors.items() if name not in generators}, stored)
         if not generators <= stored.keys():  # more ranks than before: the new ones keep their own state
             tensors = {name: tensor for name, tensor in tensors.items() if name not in generators}
             generators = set()
-        dcp.load(tensors, checkpoint_id=str(folder))
+        try:
+            dcp.load(tensors, checkpoint_id=str(folder))
+        except CheckpointException as error:  # of all ranks, on all ranks
+            raise _damaged(folder, next(iter(error.failures.values()))[0]) from None
         for name in generators:
             _set_rng_state(name, tensors[name])
         for name, parameter in self.followers.items():
             _copy_parameter(self.named[name], parameter, self.optimizer)
-        return read_state(folder)["step"]
+        return state
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         tensors = {f"model.{name}": parameter.detach() for name, parameter in self.named.items()}

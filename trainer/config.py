@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Count = Annotated[int, Field(ge=1, lt=2**62)]  # a size: at least 1
 CountOrOff = Annotated[int, Field(ge=0, lt=2**62)]  # 0 means "off"
+Length = Annotated[int, Field(ge=1, le=10_000_000)]  # in a batch: what a step could ever hold
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16"]
@@ -66,9 +67,9 @@ class Data(Section):
 
 class Training(Section):
     steps: Count = Field(100, description="optimizer steps of the whole run")
-    seq_len: Count = Field(128, description="tokens per sequence")
-    global_batch_size: Count = Field(16, description="sequences per optimizer step, over all ranks")
-    micro_batch_size: Count = Field(2, description="sequences per forward on one data rank")
+    seq_len: Length = Field(128, description="tokens per sequence")
+    global_batch_size: Length = Field(16, description="sequences per optimizer step, over all ranks")
+    micro_batch_size: Length = Field(2, description="sequences per forward on one data rank")
     max_grad_norm: Annotated[float, Field(ge=0)] = Field(
         1.0, description="clip the gradient to this global 2-norm; 0: off"
     )

@@ -148,7 +148,7 @@ def key_help() -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path} cannot be read: {error}") from None
 

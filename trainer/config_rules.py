@@ -25,6 +25,19 @@ class Resolved:
     layout: Layout
     layers_per_stage: tuple[int, ...]
 
+    def full_config(self, compute: str) -> Config:
+        """The config with nothing left open: what a run writes down. ``compute``: the dtype that "auto" became."""
+        config = self.config
+        model = {key: getattr(self.architecture, key) for key in Model.model_fields if key not in ("family", "size")}
+        total_steps = config.lr_schedule.total_steps or config.training.steps
+        filled = {
+            "model": config.model.model_copy(update=model),
+            "parallel": config.parallel.model_copy(update={"dp_shard": self.layout.dp_shard}),
+            "precision": config.precision.model_copy(update={"compute": compute}),
+            "lr_schedule": config.lr_schedule.model_copy(update={"total_steps": total_steps}),
+        }
+        return config.model_copy(update=filled)
+
     @property
     def n_microbatches(self) -> int:
         """Micro-batches per optimizer step on each data rank."""
@@ -160,6 +173,8 @@ def _pipeline_problems(config: Config, layout: Layout) -> Iterator[str]:
     parallel = config.parallel
     rule = SCHEDULES[parallel.schedule]
     if layout.pp == 1:
+        if parallel.balance != "uniform":
+            yield f"parallel.balance = {list(parallel.balance)} needs parallel.pp above 1 (it is 1)"
         if parallel.virtual_stages not in (None, 1):
             yield f"parallel.virtual_stages = {parallel.virtual_stages} needs parallel.pp above 1 (it is 1)"
         return
@@ -205,8 +220,9 @@ def _tensor_problems(config: Config, architecture: DecoderConfig, layout: Layout
             f"use {f'{seq_len // tp * tp} or ' if seq_len >= tp else ''}{(seq_len // tp + 1) * tp}, or parallel.sequence_parallel = false"
         )
     vocab_size = architecture.vocab_size
-    if vocab_size < tp:
-        yield f"parallel.tp = {tp} is above vocab_size = {vocab_size} of the model"
+    rows = -(-vocab_size // tp)  # of a rank; the last one gets what is left
+    if rows * (tp - 1) >= vocab_size:
+        yield f"parallel.tp = {tp} leaves a rank without a row of vocab_size = {vocab_size} of the model: use {rows * tp} or more"
     elif vocab_size % tp and layout.dp_shard > 2:
         # torch 2.13 computes wrong offsets for some of these shards, which would end up in checkpoints.
         yield (
@@ -220,11 +236,9 @@ def _lr_problems(config: Config) -> Iterator[str]:
     total = schedule.total_steps or steps
     if total < steps:
         yield f"lr_schedule.total_steps = {total} is below training.steps = {steps}: use at least {steps}, or leave it out"
-    if schedule.warmup_steps > total:
-        yield f"lr_schedule.warmup_steps = {schedule.warmup_steps} is above the {total} steps of the schedule: use at most {total}"
     if schedule.decay_steps is not None and schedule.decay != "wsd":
         yield f'lr_schedule.decay_steps = {schedule.decay_steps} is only for decay = "wsd"; decay is "{schedule.decay}"'
-    elif schedule.decay == "wsd" and schedule.warmup_steps + (schedule.decay_steps or 0) > total:
+    elif schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > total:
         yield (
             f"lr_schedule.warmup_steps = {schedule.warmup_steps} + decay_steps = {schedule.decay_steps} is above the "
             f"{total} steps of the schedule"

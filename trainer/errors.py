@@ -4,7 +4,7 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 75  # a signal, after a clean checkpoint: start me again
 
-# Names the file where rank 0 leaves its exit code for the launcher: torchrun, when a signal stops it,
+# Names the file where a machine's first rank leaves its exit code for the launcher: torchrun, when a signal stops it,
 # does not tell the codes of its workers.
 STATUS_FILE_VARIABLE = "MESHLOOM_STATUS_FILE"
 

@@ -4,15 +4,18 @@ Everything that can be known to be wrong is found here, before a process starts,
 """
 
 import argparse
+import logging
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import Config
 from trainer.config_load import key_help, load_config, split_overrides
 from trainer.config_rules import layout_needs, resolve_config
 from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, STATUS_FILE_VARIABLE, UserError
+from trainer.signals import StopRequest
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,17 +38,18 @@ def main(arguments: list[str] | None = None) -> int:
         rest, overrides = split_overrides(arguments)
         options = parser.parse_args(rest)
         config = load_config(options.config, overrides)
-        n_nodes = _environment_number("NNODES", 1)
+        rendezvous, n_nodes = _rendezvous()
         nproc = _check(config, options.nproc, n_nodes)
     except UserError as error:
         print(error.message(), file=sys.stderr)
         return EXIT_BAD_INPUT
     if nproc * n_nodes == 1:
+        stop = StopRequest()  # before torch loads, so that Ctrl-C is never a traceback
         from trainer import train
 
-        return train.main(config)
+        return train.main(config, stop)
     command = ["-m", "trainer", "train", "--config", options.config]
-    return run_ranks(nproc, n_nodes, command + [override.shown for override in overrides])
+    return run_ranks(nproc, command + [override.shown for override in overrides], rendezvous)
 
 
 def count_processes(config: Config, nproc: int | None, n_nodes: int) -> int:
@@ -85,18 +89,20 @@ def _check(config: Config, nproc: int | None, n_nodes: int) -> int:
 
 def _check_files(config: Config) -> None:
     from trainer.data.documents import check_source
+    from trainer.data.tokenizer import tokenizer_file
 
     problems = []
-    for check in (
-        lambda: check_source(config.data.source, config.data.path),
-        lambda: _check_writable(config.job.output_dir),
+    for check, arguments in (
+        (check_source, (config.data.source, config.data.path)),
+        (tokenizer_file, (config.data.tokenizer,)),
     ):
         try:
-            check()
+            check(*arguments)
         except UserError as error:
             problems += error.problems
     if problems:
         raise UserError(*problems)
+    _check_writable(config.job.output_dir)  # last: it makes the folder
 
 
 def _check_writable(output_dir: str) -> None:
@@ -104,13 +110,13 @@ def _check_writable(output_dir: str) -> None:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output_dir):
             pass
-    except OSError as error:
-        raise UserError(f'job.output_dir = "{output_dir}" cannot be written: {error.strerror}') from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"job.output_dir = {output_dir!r} cannot be written: {error}") from None
 
 
 def count_gpus() -> int:
-    """GPUs that torch will see, without loading torch where there is no driver."""
-    if not Path("/proc/driver/nvidia/version").exists() and not Path("/dev/kfd").exists():
+    """GPUs that torch will see, without loading torch where there is no driver (NVIDIA, WSL, AMD)."""
+    if not any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/dxg", "/dev/kfd")):
         return 0
     import torch
 
@@ -123,32 +129,39 @@ def _gpu_bytes() -> int:
     return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
 
 
-def _environment_number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdigit() or int(text) < default:
-        raise UserError(f"environment variable {name}={text}: must be a whole number, at least {default}")
+def _rendezvous() -> tuple[list[str], int]:
+    """torchrun's flags for finding the other machines, from the environment, and how many machines there are."""
+    n_nodes = _environment_number("NNODES", 1, default=1)
+    if n_nodes == 1:
+        return ["--standalone"], 1
+    missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not os.environ.get(name)]
+    if missing:
+        raise UserError(f"NNODES={n_nodes}, but {' and '.join(missing)} is not set in the environment")
+    node_rank = _environment_number("NODE_RANK", 0, most=n_nodes - 1)
+    port = _environment_number("MASTER_PORT", 1, default=29500, most=65535)
+    address = os.environ["MASTER_ADDR"]
+    flags = [f"--nnodes={n_nodes}", f"--node-rank={node_rank}", f"--master-addr={address}", f"--master-port={port}"]
+    return flags, n_nodes
+
+
+def _environment_number(name: str, least: int, default: int | None = None, most: int | None = None) -> int:
+    text = os.environ.get(name) or str(default)
+    if not text.isdigit() or int(text) < least or (most is not None and int(text) > most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise UserError(f"environment variable {name}={text}: must be a whole number, {bounds}")
     return int(text)
 
 
-def run_ranks(nproc: int, n_nodes: int, command: list[str]) -> int:
-    """Run ``command`` as torchrun's workers and return the exit code that the first failing rank gave."""
-    import logging
-
+def run_ranks(nproc: int, command: list[str], rendezvous: Sequence[str] = ("--standalone",)) -> int:
+    """Run ``command`` as torchrun's workers. Returns rank 0's exit code if it left one, else a failing rank's."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    # Asked to stop, ranks finish their step and write a checkpoint: give them longer than torchrun's 30 s.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # our ranks speak for themselves
-    if n_nodes == 1:
-        rendezvous = ["--standalone"]
-    else:
-        rendezvous = [
-            f"--nnodes={n_nodes}",
-            f"--node-rank={_environment_number('NODE_RANK', 0)}",
-            f"--master-addr={os.environ.get('MASTER_ADDR', 'localhost')}",
-            f"--master-port={_environment_number('MASTER_PORT', 29500) if 'MASTER_PORT' in os.environ else 29500}",
-        ]
     with tempfile.NamedTemporaryFile(prefix="meshloom-status-") as status:
         os.environ[STATUS_FILE_VARIABLE] = status.name
         try:
@@ -156,11 +169,10 @@ def run_ranks(nproc: int, n_nodes: int, command: list[str]) -> int:
             return 0
         except ChildFailedError as error:
             codes = [failure.exitcode for failure in error.failures.values()]
-            said = status.read().decode()
-            return int(said) if said else max(codes) if max(codes) > 0 else EXIT_FAILED
         except SignalException:
-            said = status.read().decode()
-            return int(said) if said else EXIT_FAILED
+            codes = []
+        said = status.read().decode()
+        return int(said) if said else max([EXIT_FAILED, *codes])
 
 
 if __name__ == "__main__":

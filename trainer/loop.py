@@ -73,7 +73,7 @@ def train(run: Run) -> bool:
         if stops and run.unread:
             read_verdicts(run, n_left_unread=0)
         if saves or stops:
-            watch.pause(run.checkpointer.save, step)
+            watch.pause(run.checkpointer.save, step, run.skipped_steps)
         if stops:
             return step == run.last_step
     return True

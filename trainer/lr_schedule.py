@@ -28,7 +28,7 @@ class LrSchedule:
         """1 at the peak, towards 0 at the end."""
         last_peak = self.warmup_steps + 1
         if self.decay == "wsd":
-            decay_steps = self.total_steps // 10 if self.decay_steps is None else self.decay_steps
+            decay_steps = max(1, self.total_steps // 10) if self.decay_steps is None else self.decay_steps
             last_peak = max(last_peak, self.total_steps - decay_steps)
         if self.decay == "constant" or step <= last_peak:
             return 1.0

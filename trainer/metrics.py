@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from math import inf
 from pathlib import Path
 
 from tqdm import tqdm
@@ -74,9 +75,7 @@ class Reporter:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(
-                str(folder / "tensorboard"), purge_step=resume_step + 1 if resume_step else None
-            )
+            self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
         self._first_step, self._last_step, self._start = resume_step + 1, last_step, time.perf_counter()
         if sys.stdout.isatty():
             self._bar = tqdm(total=last_step, initial=resume_step, unit="step", file=sys.stdout, dynamic_ncols=True)
@@ -85,7 +84,8 @@ class Reporter:
         """Report one logged step: a dict with the keys of ``_TAGS`` and ``step``."""
         if self._file is None:
             return
-        self._file.write(json.dumps(record) + "\n")
+        finite = {key: None if value != value or value in (inf, -inf) else value for key, value in record.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")  # JSON has no nan
         self._file.flush()
         if self._writer is not None:
             for key, tag in _TAGS.items():

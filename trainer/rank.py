@@ -1,11 +1,14 @@
 """One process of a job: join the others, do the work, and leave without keeping anyone waiting."""
 
+import ctypes
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,7 @@ def run_rank(work: Callable[[torch.device], int]) -> int:
     ``UserError`` and ``StoppedRun``, which every rank meets alike, are said once, by rank 0; anything else
     with its traceback by the rank that it happened on, which then ends at once: torchrun ends the others.
     """
+    _end_with_parent()
     device = _join()
     try:
         code = work(device)
@@ -29,6 +33,10 @@ def run_rank(work: Callable[[torch.device], int]) -> int:
         _say_once(f"error: {error}")
         return _end_now(EXIT_FAILED)
     except BaseException as error:
+        lost_peer = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+        if any(sign in str(error) for sign in lost_peer):  # no cause, so neither a traceback nor a status
+            print(f"[rank {dist.get_rank()}] ends: another rank has failed", file=sys.stderr, flush=True)
+            return _end_now(EXIT_FAILED, leave_status=False)
         _show_failure(error)
         return _end_now(EXIT_FAILED)
     _leave_status(code)
@@ -45,7 +53,7 @@ def _join() -> torch.device:
     else:
         device = torch.device("cpu")
         options = {"backend": "gloo"}
-    if "RANK" not in os.environ:
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # not under torchrun
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(**options)
     # DTensor warns on each rank, once a pattern, that gathering a tensor sharded over two axes takes two
@@ -56,32 +64,50 @@ def _join() -> torch.device:
     return device
 
 
-def _say_once(message: str) -> None:
+def on_main_rank(decide: Callable[..., Any], *arguments: Any) -> Any:
+    """Rank 0's ``decide(*arguments)`` on every rank; its ``UserError`` is raised on every rank."""
+    answer: list = [None]
     if dist.get_rank() == 0:
+        try:
+            answer = [(True, decide(*arguments))]
+        except UserError as error:
+            answer = [(False, error.problems)]
+    dist.broadcast_object_list(answer, src=0)
+    agreed, value = answer[0]
+    if not agreed:
+        raise UserError(*value)
+    return value
+
+
+def _end_with_parent() -> None:
+    """Under torchrun: be asked to stop when it dies, even by SIGKILL, rather than train on unattended."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def _say_once(message: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once a machine: a file may be missing on one of them
         print(message, file=sys.stderr, flush=True)
 
 
 def _show_failure(error: BaseException) -> None:
-    """The traceback, unless this rank only noticed that another one has gone."""
     rank = dist.get_rank()
-    lost_peer = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-    if any(sign in str(error) for sign in lost_peer):
-        print(f"[rank {rank}] ends: another rank has failed", file=sys.stderr, flush=True)
-        return
     text = "".join(traceback.format_exception(error))
     print("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()), file=sys.stderr, flush=True)
 
 
 def _leave_status(code: int) -> None:
-    if dist.get_rank() == 0 and STATUS_FILE_VARIABLE in os.environ:
+    if os.environ.get("LOCAL_RANK") == "0" and STATUS_FILE_VARIABLE in os.environ:
         Path(os.environ[STATUS_FILE_VARIABLE]).write_text(str(code))
 
 
-def _end_now(code: int) -> int:
+def _end_now(code: int, leave_status: bool = True) -> int:
     """End without destroying the process group, which would wait for ranks that may never come."""
     if dist.get_world_size() == 1:
         return code
-    _leave_status(code)
+    if leave_status:
+        _leave_status(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

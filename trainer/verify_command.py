@@ -62,7 +62,7 @@ def _run_job(config: Config, world_size: int, n_steps: int, folder: Path) -> lis
     """Observe ``config`` on ``world_size`` processes. Raises ``RuntimeError`` if one of them fails."""
     folder.mkdir()
     (folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
-    code = run_ranks(world_size, 1, ["-m", "trainer.verify_command", str(folder), str(n_steps)])
+    code = run_ranks(world_size, ["-m", "trainer.verify_command", str(folder), str(n_steps)])
     if code:
         raise RuntimeError(f"a rank ended with exit code {code}")
     files = [folder / f"rank-{rank}.pt" for rank in range(world_size)]

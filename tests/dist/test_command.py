@@ -157,7 +157,7 @@ def test_two_machines_make_one_run(straight, tmp_path):
 
 
 def test_b61_an_error_on_one_rank_ends_every_rank(tmp_path):
-    code = f"from trainer.launch import run_ranks; import sys; sys.exit(run_ranks(4, 1, ['-m', 'tests.dist.failing_rank', 'train', *{SMALL!r}, '--job.output_dir=run', '--parallel.pp=2']))"
+    code = f"from trainer.launch import run_ranks; import sys; sys.exit(run_ranks(4, ['-m', 'tests.dist.failing_rank', 'train', *{SMALL!r}, '--job.output_dir=run', '--parallel.pp=2']))"
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True, env=os.environ | {"PYTHONPATH": str(ROOT)},

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def check_source(source: str, path: str | None) -> Path:
 def _read_bytes(file: Path) -> bytes:
     try:
         return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"data.path = {str(file)!r}: cannot be read: {error}") from None
 
 
@@ -56,9 +57,11 @@ def _json_lines(file: Path, content: bytes) -> Iterator[str]:
             continue
         try:
             entry = json.loads(_decode(file, raw, number))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise UserError(f"{file}:{number}: not one JSON object a line ({error})") from None
         text = entry.get("text") if isinstance(entry, dict) else None
         if not isinstance(text, str):
             raise UserError(f'{file}:{number}: expected {{"text": "..."}}')
+        if any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON can spell half a UTF-16 pair
+            raise UserError(f"{file}:{number}: a lone surrogate, which is not a character")
         yield text

@@ -1,6 +1,7 @@
 """Which rows make up the global batch of a step, and the loader that fetches a rank's share of it."""
 
 import hashlib
+import signal
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,5 +88,15 @@ def make_loader(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
         return StatefulDataLoader(
-            rows, batch_sampler=sampler, num_workers=data.workers, pin_memory=torch.cuda.is_available()
+            rows,
+            batch_sampler=sampler,
+            num_workers=data.workers,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_leave_signals_to_the_rank,
         )
+
+
+def _leave_signals_to_the_rank(worker: int) -> None:
+    """A signal to the whole process group must not kill a worker while its rank still finishes a step."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

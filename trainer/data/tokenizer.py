@@ -53,7 +53,12 @@ class HuggingFaceTokenizer:
 
     @staticmethod
     def _eos_name(config: Path, vocabulary: dict[str, int]) -> str | None:
-        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+        token = None
+        if config.is_file():
+            try:
+                token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+            except (ValueError, AttributeError) as error:
+                raise UserError(f"data.tokenizer: {config} is not a JSON object: {error}") from None
         if isinstance(token, dict):
             token = token.get("content")
         usual = ("<|end_of_text|>", "<|endoftext|>", "</s>")
@@ -63,12 +68,18 @@ class HuggingFaceTokenizer:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
 
-def load_tokenizer(name_or_path: str) -> Tokenizer:
-    """ "bytes", "smollm2", a ``tokenizer.json``, or a folder that holds one. Raises ``UserError``."""
+def tokenizer_file(name_or_path: str) -> Path | None:
+    """Where "smollm2", a ``tokenizer.json`` or a folder that holds one lies; None for "bytes". Raises ``UserError``."""
     if name_or_path == "bytes":
-        return ByteTokenizer()
+        return None
     path = ASSETS / "smollm2" if name_or_path == "smollm2" else Path(name_or_path)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise UserError(f'data.tokenizer = "{name_or_path}": no such file; use "bytes", "smollm2" or a tokenizer.json')
-    return HuggingFaceTokenizer(path)
+    return path
+
+
+def load_tokenizer(name_or_path: str) -> Tokenizer:
+    """The tokenizer of ``tokenizer_file``, ready to use. Raises ``UserError``."""
+    path = tokenizer_file(name_or_path)
+    return ByteTokenizer() if path is None else HuggingFaceTokenizer(path)
