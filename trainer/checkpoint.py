@@ -87,7 +87,8 @@ def read_state(folder: Path) -> dict:
 def _damaged(folder: Path, error: BaseException) -> UserError:
     earlier = [other for other in complete_checkpoints(folder.parent) if step_of(other) < (step_of(folder) or 0)]
     hint = f"remove it to go on from {earlier[-1]}" if earlier else "remove it to start over"
-    return UserError(f"checkpoint {folder} cannot be read ({str(error).strip().splitlines()[-1]}): {hint}")
+    reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[-1:]])
+    return UserError(f"checkpoint {folder} cannot be read ({reason}): {hint}")
 
 
 def changed_since(state: dict, config: Config) -> list[str]:

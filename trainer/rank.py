@@ -80,7 +80,10 @@ def on_main_rank(decide: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _end_with_parent() -> None:
-    """Under torchrun: be asked to stop when it dies, even by SIGKILL, rather than train on unattended."""
+    """Under torchrun: be asked to stop when it dies, even by SIGKILL, rather than train on unattended.
+
+    (Saving may fail then, since torchrun keeps the store through which ranks find each other.)
+    """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

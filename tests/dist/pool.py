@@ -42,6 +42,7 @@ def _serve(rank: int, world_size: int, store: str, pipe) -> None:
             module, name, arguments = pipe.recv()
         except EOFError:
             os._exit(0)
+        torch._dynamo.reset()  # else the many shapes of many tests reach the limit on recompilations
         try:
             pipe.send((True, getattr(importlib.import_module(module), name)(*arguments)))
         except BaseException:

@@ -75,7 +75,7 @@ def bf16_step(config, world_size: int) -> dict:
     step = build_train_step(resolved, model, mesh, CPU)
     named, seen = model.named, {}
     model.parts[0].layers["0"].feed_forward.register_forward_hook(lambda m, i, o: seen.update(activation=str(o.dtype)))
-    tokens = torch.randint(0, 256, (8 // resolved.layout.dp, 32))
+    tokens = torch.randint(0, 256, (8 // resolved.layout.dp, 32), generator=torch.Generator().manual_seed(0))
     share = step.forward_backward(tokens, tokens)
     seen["gradient"] = {str(p.grad.dtype) for p in named.values()}
     seen["table"] = str(model.parts[0].rotary_table.dtype)
@@ -202,6 +202,9 @@ def refused(config) -> str:
         (dict(model__n_layers=2), "model differs"),
         (dict(job__seed=1), "job.seed was 0, is 1"),
         (dict(training__global_batch_size=16), "training.global_batch_size was 8, is 16"),
+        (dict(data__seed=1), "data.seed was 0, is 1"),
+        (dict(data__shuffle=False), "data.shuffle was True, is False"),
+        (dict(training__seq_len=16), "training.seq_len was 32, is 16"),
         (dict(checkpoint__resume="never"), "already holds a run"),
         (dict(checkpoint__resume="/nowhere"), "is not a checkpoint folder"),
     ],
@@ -209,6 +212,81 @@ def refused(config) -> str:
 def test_a_checkpoint_of_another_run_is_refused(ranks, tmp_path, overrides, expected):
     ranks(1, run_training, run_config(tmp_path, training__steps=1))
     assert expected in ranks(1, refused, run_config(tmp_path, training__steps=2, **overrides))[0]
+
+
+def test_resuming_from_an_earlier_step_never_touches_the_later_ones(ranks, tmp_path):
+    ranks(1, run_training, run_config(tmp_path, training__steps=4, checkpoint__keep_latest=0))
+    earlier = tmp_path / "run/checkpoints/step-00000002"
+    before = records(tmp_path / "run")
+    message = ranks(1, refused, run_config(tmp_path, training__steps=6, checkpoint__resume=str(earlier)))[0]
+    assert "goes on to step 4: choose another job.output_dir" in message
+    assert records(tmp_path / "run") == before
+    # A new folder starts from it, and goes on from its own checkpoints when the same command runs again.
+    for steps in (3, 5):
+        forked = run_config(tmp_path / "fork", training__steps=steps, checkpoint__resume=str(earlier))
+        console = ranks(1, run_training, forked)[0]["console"]
+    assert [record["step"] for record in records(tmp_path / "fork/run")] == [3, 4, 5]
+    assert "fork/run/checkpoints/step-00000003" in console
+    assert [r["loss"] for r in records(tmp_path / "fork/run")[:2]] == [r["loss"] for r in before[2:]]
+
+
+def test_what_changed_at_a_resume_is_said(ranks, tmp_path):
+    ranks(1, run_training, run_config(tmp_path, training__steps=2))
+    changed = run_config(tmp_path, training__steps=3, optimizer__lr=0.02, lr_schedule__total_steps=20)
+    console = ranks(1, run_training, changed)[0]["console"]
+    for line in ("training.steps: 2 -> 3", "optimizer.lr: 0.01 -> 0.02", "lr_schedule.total_steps: 9 -> 20"):
+        assert line in console
+
+
+@pytest.mark.parametrize("damage", ["shard gone", "shard cut", "metadata gone", "metadata cut", "state cut"])
+def test_a_damaged_checkpoint_is_named(ranks, tmp_path, damage):
+    ranks(2, run_training, run_config(tmp_path, training__steps=2))
+    folder = tmp_path / "run/checkpoints/step-00000002"
+    name = {"shard": "__1_0.distcp", "metadata": ".metadata", "state": "trainer_state.json"}[damage.split()[0]]
+    if damage.endswith("gone"):
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes((folder / name).read_bytes()[:100])
+    for message in ranks(2, refused, run_config(tmp_path, training__steps=3)):
+        assert f"checkpoint {folder} cannot be read" in message
+        assert f"remove it to go on from {folder.parent / 'step-00000001'}" in message
+
+
+def test_an_incomplete_folder_in_the_way_is_replaced(ranks, tmp_path):
+    (tmp_path / "run/checkpoints/step-00000002").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step-00000002/junk").write_text("from a kill")
+    ranks(1, run_training, run_config(tmp_path, training__steps=2))
+    assert not (tmp_path / "run/checkpoints/step-00000002/junk").exists()
+    assert (tmp_path / "run/checkpoints/step-00000002/trainer_state.json").exists()
+
+
+def test_one_writer_a_folder(ranks, tmp_path):
+    import fcntl
+
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run/.lock").open("w") as other_run:
+        fcntl.flock(other_run, fcntl.LOCK_EX)
+        for message in ranks(2, refused, run_config(tmp_path)):
+            assert "another run is writing there now" in message
+    assert ranks(2, run_training, run_config(tmp_path))[0]["finished"]
+
+
+def test_skipped_steps_are_null_in_the_records_and_counted_over_resumes(ranks, tmp_path):
+    keys = dict(training__nonfinite="skip", training__max_grad_norm=0)
+    ranks(1, run_training, run_config(tmp_path, training__steps=3, **keys), (2, 0, float("nan")))
+    ranks(1, run_training, run_config(tmp_path, training__steps=4, **keys))
+    seen = records(tmp_path / "run")
+    assert seen[1]["grad_norm"] is None and [r["skipped_steps"] for r in seen] == [0, 1, 1, 1]
+    assert "NaN" not in (tmp_path / "run/metrics.jsonl").read_text()
+
+
+def test_the_written_config_leaves_nothing_open(ranks, tmp_path):
+    from trainer.config_load import load_config
+
+    ranks(2, run_training, run_config(tmp_path, lr_schedule__total_steps=9))
+    written = load_config(str(tmp_path / "run/config.toml"))
+    assert written.parallel.dp_shard == 2 and written.precision.compute == "float32"
+    assert written.lr_schedule.total_steps == 9 and written.model.norm_eps == 1e-5
 
 
 def load_into(config, folder: str) -> str:

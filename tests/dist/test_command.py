@@ -82,7 +82,7 @@ def test_one_process_writes_what_the_contract_says(straight):
     folder, console = straight
     losses = [record["loss"] for record in records(folder)]
     assert len(losses) == 12 and losses[-1] < losses[0] - 0.2
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.toml", "metrics.jsonl", "tensorboard"]
+    assert sorted(path.name for path in folder.glob("[!.]*")) == ["checkpoints", "config.toml", "metrics.jsonl", "tensorboard"]
     assert load_config(str(folder / "config.toml")).training.steps == 12
     assert f"tensorboard --logdir {Path('run/tensorboard')}" in console
     assert "step 12/12  loss" in console and "tokens/s" in console and "left 0:00" in console
@@ -156,6 +156,78 @@ def test_two_machines_make_one_run(straight, tmp_path):
     assert_same_curve(tmp_path / "run", straight[0])
 
 
+def test_machines_that_do_not_share_the_folder_are_told(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = []
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        environment = dict(NNODES="2", NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        nodes.append(start(tmp_path / str(rank), *SMALL, "--job.output_dir=run", "--nproc=1", **environment))
+    for node in nodes:
+        out, err = node.communicate(timeout=120)
+        assert node.returncode == 2 and "is not the same folder on every machine" in err, err
+        assert "Traceback" not in err
+
+
+def test_a_signal_to_the_whole_group_spares_the_loader(straight, tmp_path):
+    """Schedulers signal every process: loader workers must live until their rank has saved."""
+    arguments = [*SMALL, "--training.steps=12", "--job.output_dir=run", "--data.workers=2"]
+    process = start(tmp_path, *arguments)
+    wait_for_step(tmp_path / "run", 3)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode in (0, 75) and "Traceback" not in err, err
+    assert run(tmp_path, *arguments).returncode == 0
+    assert_same_curve(tmp_path / "run", straight[0])
+
+
+def test_ranks_end_when_their_launcher_is_killed(tmp_path):
+    arguments = [*SMALL, "--training.steps=100000", "--job.output_dir=run", "--nproc=2", "--checkpoint.interval=0"]
+    process = start(tmp_path, *arguments)
+    try:
+        wait_for_step(tmp_path / "run", 2)
+        process.kill()
+        deadline = time.monotonic() + 30
+        while processes_left(process) and time.monotonic() < deadline:
+            process.poll()
+            time.sleep(0.2)
+        assert not processes_left(process)
+    finally:
+        _kill_group(process)
+        process.communicate()
+
+
+def test_ctrl_c_while_torch_loads_is_no_traceback(tmp_path):
+    process = start(tmp_path, *SMALL, "--training.steps=5", "--job.output_dir=run")
+    time.sleep(1.0)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert "Traceback" not in err and process.returncode in (75, 130, -2), (process.returncode, err)
+
+
+def test_tensorboard_is_purged_of_what_a_kill_left(straight, tmp_path):
+    """Killed before the first checkpoint and started again: each step once on the page."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    arguments = [*SMALL, "--training.steps=12", "--job.output_dir=run", "--checkpoint.interval=0"]
+    process = start(tmp_path, *arguments)
+    wait_for_step(tmp_path / "run", 5)
+    _kill_group(process)
+    process.communicate()
+    assert run(tmp_path, *arguments).returncode == 0
+    assert_same_curve(tmp_path / "run", straight[0], rel=0)
+    assert len(list((tmp_path / "run/tensorboard").iterdir())) == 2
+    steps = [s.step for s in EventAccumulator(str(tmp_path / "run/tensorboard")).Reload().Scalars("training/loss")]
+    assert steps == list(range(1, 13))
+
+
+def test_a_run_shorter_than_its_warm_up(tmp_path):
+    result = run(tmp_path, "--training.steps=2", "--job.output_dir=run")
+    assert result.returncode == 0 and "within the warm-up of 20 steps" in result.stdout, result.stderr
+
+
 def test_b61_an_error_on_one_rank_ends_every_rank(tmp_path):
     code = f"from trainer.launch import run_ranks; import sys; sys.exit(run_ranks(4, ['-m', 'tests.dist.failing_rank', 'train', *{SMALL!r}, '--job.output_dir=run', '--parallel.pp=2']))"
     process = subprocess.Popen(
@@ -186,12 +258,17 @@ BAD = {
     "tokenizer_too_large": (["--data.tokenizer=smollm2"], "has 49152 ids, but the model has vocab_size = 320"),
     "nproc_and_layout": (["--nproc=3", "--parallel.tp=2"], "start with --nproc 2"),
     "nproc_zero": (["--nproc=0"], "--nproc 0"),
-    "output_dir": (["--job.output_dir=empty.txt/run"], 'job.output_dir = "empty.txt/run" cannot be written'),
+    "output_dir": (["--job.output_dir=empty.txt/run"], "job.output_dir = 'empty.txt/run' cannot be written"),
     "no_such_config": (["--config=llama9.toml"], "not found"),
     "not_toml": (["--config=bad.toml"], "not valid TOML"),
     "no_gpus": (["--config=llama3_8b.toml"], "8.0B parameters needs 120 GiB"),
     "no_cluster": (["--config=llama3_70b.toml"], "try the same code here with ./run_train.sh --config debug.toml"),
     "nnodes": (["NNODES=two"], "NNODES=two"),
+    "node_rank": (["NNODES=2,NODE_RANK=2,MASTER_ADDR=localhost"], "NODE_RANK=2: must be a whole number, from 0 to 1"),
+    "master_port": (["NNODES=2,NODE_RANK=0,MASTER_ADDR=localhost,MASTER_PORT=99999999"], "MASTER_PORT=99999999"),
+    "no_master": (["NNODES=2"], "NODE_RANK and MASTER_ADDR is not set"),
+    "batch_too_large": (["--training.global_batch_size=4000000000000"], "at most 10000000"),
+    "nul_in_path": (['--job.output_dir="a\\u0000b"'], "cannot be written"),
     "flag": (["--steps=3"], "unrecognized arguments"),
     "no_value": (["--training.steps"], "needs a value"),
 }  # fmt: skip
@@ -203,7 +280,10 @@ def test_bad_input_is_said_once_and_exits_2(tmp_path, name):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("Only a few words.")
     (tmp_path / "bad.toml").write_text("[training\n")
-    environment = dict([arguments.pop().split("=")]) if arguments[-1].startswith("NNODES") else {}
+    environment = {}
+    if arguments[-1].startswith("NNODES"):
+        environment = dict(pair.split("=") for pair in arguments[-1].split(","))
+        arguments = arguments[:-1]
     process = start(tmp_path, *arguments, **environment)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2, err

@@ -129,6 +129,8 @@ def test_config_is_frozen():
 
 def test_missing_and_broken_files(tmp_path):
     assert "did you mean debug.toml?" in problems_of(load_config, "debugg.toml")
+    (tmp_path / "bom.toml").write_text("\ufeff[training]\nsteps = 7", encoding="utf-8")
+    assert load_config(str(tmp_path / "bom.toml")).training.steps == 7
     (tmp_path / "broken.toml").write_text("[training\nsteps = 1")
     assert "broken.toml: not valid TOML" in problems_of(load_config, str(tmp_path / "broken.toml"))
 

@@ -10,7 +10,7 @@ from trainer.config import Data
 from trainer.data.documents import read_documents
 from trainer.data.loader import RowOrder, StepSampler, load_rows, make_loader
 from trainer.data.rows import IGNORED, TokenRows, labels_of, token_stream
-from trainer.data.tokenizer import ByteTokenizer, load_tokenizer
+from trainer.data.tokenizer import ASSETS, ByteTokenizer, load_tokenizer
 from trainer.errors import UserError
 
 
@@ -94,6 +94,9 @@ def write(path, content: bytes):
         ("g.jsonl", b'\n\n{"txt": "x"}\n', "jsonl", "g.jsonl:3: expected"),
         ("h.jsonl", b'{"text": "\xff"}\n', "jsonl", "h.jsonl:1: not valid UTF-8"),
         ("i.txt.gz", b"not gzip", "text", "cannot be read"),
+        ("j.txt.gz", gzip.compress(b"text" * 99)[:10] + b"broken", "text", "cannot be read"),
+        ("k.jsonl", b'{"text": "\\ud800"}\n', "jsonl", "k.jsonl:1: a lone surrogate"),
+        ("l.jsonl", b"[" * 100_000, "jsonl", "l.jsonl:1: not one JSON object a line"),
     ],
 )
 def test_bad_files_are_named_with_their_line(tmp_path, name, content, source, expected):
@@ -120,5 +123,10 @@ def test_text_and_tokenizer_must_fit_the_model(tmp_path):
         load_rows(Data(tokenizer="smollm2"), seq_len=32, vocab_size=320)
     with pytest.raises(UserError, match="no such file"):
         load_rows(Data(tokenizer=str(tmp_path / "none.json")), seq_len=32, vocab_size=320)
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/tokenizer.json").symlink_to(ASSETS / "smollm2/tokenizer.json")
+    write(tmp_path / "t/tokenizer_config.json", b"[]")
+    with pytest.raises(UserError, match="tokenizer_config.json is not a JSON object"):
+        load_rows(Data(tokenizer=str(tmp_path / "t")), seq_len=32, vocab_size=50_000)
     with pytest.raises(UserError, match="not a tokenizer.json"):
         load_rows(Data(tokenizer=write(tmp_path / "bad.json", b"{}")), seq_len=32, vocab_size=320)

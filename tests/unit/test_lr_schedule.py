@@ -32,6 +32,10 @@ def test_b81_wsd_decays_by_its_own_progress():
     assert seen == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
 
 
+def test_a_short_wsd_still_decays():
+    assert rates(total_steps=5, decay="wsd") == pytest.approx([1, 1, 1, 1, 0.5])
+
+
 def test_a_pure_function_of_the_step():
     schedule = LrSchedule(peak=3e-4, total_steps=100, warmup_steps=10, decay="cosine", min_lr_ratio=0.1)
     forwards = [schedule.at(step) for step in range(1, 101)]

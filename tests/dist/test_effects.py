@@ -1,0 +1,135 @@
+"""Each feature does something: parity alone cannot tell a feature that is silently off."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.dist.parity import CPU
+from tests.dist.pool import mesh_of
+from tests.tiny import make_batch, tiny_config
+from trainer.build import build_model, build_train_step
+from trainer.config_rules import resolve_config
+
+
+class CountOps(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.n_matmuls = self.n_attention = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n_matmuls += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.n_attention += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+
+def built(config, world_size):
+    resolved = resolve_config(config, world_size)
+    mesh = mesh_of(resolved.layout)
+    model = build_model(resolved, mesh, CPU)
+    return resolved, mesh, model, build_train_step(resolved, model, mesh, CPU)
+
+
+def ops_of_one_step(config) -> tuple[int, int]:
+    _, _, _, step = built(config, 1)
+    with CountOps() as count:
+        step.forward_backward(*make_batch(config, 1))
+    return count.n_matmuls, count.n_attention
+
+
+def test_recompute_computes_again(ranks):
+    """4 layers of 7 matmuls, and the output: full repeats all of a layer, selective every second matmul."""
+    ops = {
+        mode: ranks(1, ops_of_one_step, tiny_config(activation_checkpoint__mode=mode, training__micro_batch_size=8))[0]
+        for mode in ("none", "selective", "full")
+    }
+    matmuls, attentions = zip(*ops.values())
+    assert matmuls[0] == 3 * (4 * 7 + 1)
+    # The last matmul of a block is not repeated: nothing in the backward needs its result.
+    assert 4 * 2 <= matmuls[1] - matmuls[0] <= 4 * 4
+    assert 4 * 6 <= matmuls[2] - matmuls[0] <= 4 * 7
+    assert attentions == (4, 4, 8)
+
+
+def schedule_name(config, world_size) -> str:
+    _, _, _, step = built(config, world_size)
+    return type(step.run_micro_batches.__self__.schedule).__name__
+
+
+@pytest.mark.parametrize(
+    "schedule", ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+)
+def test_the_schedule_is_the_one_asked_for(ranks, schedule):
+    config = tiny_config(parallel__pp=2, parallel__schedule=schedule)
+    assert ranks(2, schedule_name, config, 2) == [f"Schedule{schedule}"] * 2
+
+
+def logits_placement(config, world_size) -> str:
+    _, _, model, step = built(config, world_size)
+    seen = []
+    model.parts[0].output.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    step.forward_backward(*make_batch(config, 1))
+    return "sharded" if isinstance(seen[0], DTensor) and seen[0].placements == (Shard(2),) else "whole"
+
+
+@pytest.mark.parametrize("loss_parallel, expected", [(True, "sharded"), (False, "whole")])
+def test_loss_parallel_keeps_logits_sharded(ranks, loss_parallel, expected):
+    config = tiny_config(parallel__tp=2, parallel__loss_parallel=loss_parallel)
+    assert ranks(2, logits_placement, config, 2) == [expected] * 2
+
+
+def gathered_after_forward(config, world_size) -> bool:
+    _, _, model, _ = built(config, world_size)
+    tokens, _ = make_batch(config, 1)
+    model.parts[0](tokens)
+    weight = next(model.parts[0].layers["0"].parameters())
+    return not isinstance(weight, DTensor)
+
+
+@pytest.mark.parametrize("reshard, gathered", [("always", False), ("never", True), ("auto", False)])
+def test_parameters_are_freed_after_the_forward(ranks, reshard, gathered):
+    config = tiny_config(parallel__reshard_after_forward=reshard)
+    assert ranks(2, gathered_after_forward, config, 2) == [gathered] * 2
+
+
+def residual_length(config, world_size) -> int:
+    _, _, model, step = built(config, world_size)
+    seen = []
+    model.parts[0].layers["1"].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
+    step.forward_backward(*make_batch(config, 1))
+    return seen[0]
+
+
+@pytest.mark.parametrize("sequence_parallel, length", [(True, 16), (False, 32)])
+def test_sequence_parallel_shards_the_residual_stream(ranks, sequence_parallel, length):
+    config = tiny_config(parallel__tp=2, parallel__sequence_parallel=sequence_parallel)
+    assert ranks(2, residual_length, config, 2) == [length] * 2
+
+
+def shard_sizes(config, world_size) -> list[float]:
+    _, _, model, _ = built(config, world_size)
+    return [p.to_local().numel() / p.numel() for name, p in model.named.items() if name.endswith("wq.weight")]
+
+
+@pytest.mark.parametrize(
+    "overrides, share",
+    [({}, 1 / 4), (dict(parallel__tp=2), 1 / 4), (dict(parallel__dp_replicate=2), 1 / 2), (dict(parallel__pp=4), 1)],
+)
+def test_each_rank_holds_only_its_share(ranks, overrides, share):
+    for sizes in ranks(4, shard_sizes, tiny_config(**overrides), 4):
+        assert sizes and set(sizes) == {share}
+
+
+def compiled_graphs(config, world_size) -> int:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    _, _, _, step = built(config, world_size)
+    step.forward_backward(*make_batch(config, 1))
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_compile_compiles_the_blocks_once(ranks):
+    """Four equal layers share one graph."""
+    config = tiny_config(compile__enabled=True, compile__backend="aot_eager")
+    assert ranks(1, compiled_graphs, config, 1) == [1]
+    assert ranks(1, compiled_graphs, tiny_config(), 1) == [0]
