@@ -1,5 +1,6 @@
 """The ``train`` command: what one rank does from a checked config to the end of the run."""
 
+import contextlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from trainer.config import Config
 from trainer.config_load import dump_config
 from trainer.config_rules import Resolved, resolve_config
 from trainer.data.loader import load_rows, make_loader
+from trainer.data.rows import TokenRows
 from trainer.errors import EXIT_STOPPED
 from trainer.hardware import peak_flops
 from trainer.loop import Run, RunFacts, train
@@ -30,62 +32,69 @@ def main(config: Config, stop: StopRequest) -> int:
 
 
 def _train(config: Config, device: torch.device, stop: StopRequest) -> bool:
+    """Returns whether the run has reached its last step."""
     resolved = resolve_config(config, dist.get_world_size())
     config = resolved.full_config(compute_dtype(config, device.type))
     resolved = replace(resolved, config=config)
-    training, folder, is_main = config.training, Path(config.job.output_dir), dist.get_rank() == 0
+    folder, steps = Path(config.job.output_dir), config.training.steps
 
     resume_from = on_main_rank(_where_to_start, config)
-    if resume_from is not None and (at := read_state(resume_from)["step"]) >= training.steps:
-        if is_main:
-            print(f"{folder} is already at step {at} of {training.steps}: nothing to do. To go on, raise training.steps; "
-                  "for another run, choose another job.output_dir")  # fmt: skip
+    if resume_from is not None and (at := read_state(resume_from)["step"]) >= steps:
+        if dist.get_rank() == 0:
+            print(
+                f"{folder} is already at step {at} of {steps}: nothing to do. To go on, raise training.steps; "
+                "for another run, choose another job.output_dir"
+            )
         return True
-    rows = load_rows(config.data, training.seq_len, resolved.architecture.vocab_size)
-    lock = open_output_folder(folder)
+    rows = load_rows(config.data, config.training.seq_len, resolved.architecture.vocab_size)
+    with open_output_folder(folder):
+        run = _prepare(resolved, rows, resume_from, device, stop)
+        with contextlib.closing(run.reporter):
+            return train(run)
 
+
+def _prepare(
+    resolved: Resolved, rows: TokenRows, resume_from: Path | None, device: torch.device, stop: StopRequest
+) -> Run:
+    """Build model, step, loader and reports, and load the checkpoint."""
+    config, training = resolved.config, resolved.config.training
+    folder, is_main = Path(config.job.output_dir), dist.get_rank() == 0
     mesh = Mesh(resolved.layout, device.type)
     model = build_model(resolved, mesh, device)
     step = build_train_step(resolved, model, mesh, device)
     checkpointer = Checkpointer(config, model, step.optimizer, device)
     state = {"step": 0, "skipped_steps": 0} if resume_from is None else checkpointer.load(resume_from)
-    loader = make_loader(
-        rows, config.data, training.global_batch_size, mesh.dp_index, resolved.layout.dp, first_step=state["step"] + 1
-    )
+    done = state["step"]
     if is_main:
         (folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
         _print_summary(resolved, device, len(rows))
         if resume_from is not None:
             print("\n".join([f"resuming    {resume_from}", *changed_since(state, config)]), flush=True)
-    reporter = Reporter(
-        folder,
-        is_main=is_main,
-        resume_step=state["step"],
-        last_step=training.steps,
-        tensorboard=config.metrics.tensorboard,
+    loader = make_loader(
+        rows, config.data, training.global_batch_size, mesh.dp_index, resolved.layout.dp, first_step=done + 1
     )
-    try:
-        return train(
-            Run(
-                step=step,
-                batches=iter(loader),
-                lr=_lr_schedule(config),
-                checkpointer=checkpointer,
-                reporter=reporter,
-                stop=stop,
-                facts=_facts(resolved, device),
-                device=device,
-                done_steps=state["step"],
-                skipped_steps=state["skipped_steps"],
-                last_step=training.steps,
-                log_interval=config.metrics.log_interval,
-                save_interval=config.checkpoint.interval,
-                stop_on_nonfinite=training.nonfinite == "stop",
-            )
-        )
-    finally:
-        reporter.close()
-        lock.close()
+    return Run(
+        step=step,
+        batches=iter(loader),
+        lr=_lr_schedule(config),
+        checkpointer=checkpointer,
+        reporter=Reporter(
+            folder,
+            is_main=is_main,
+            resume_step=done,
+            last_step=training.steps,
+            tensorboard=config.metrics.tensorboard,
+        ),
+        stop=stop,
+        facts=_facts(resolved, device),
+        device=device,
+        done_steps=done,
+        skipped_steps=state["skipped_steps"],
+        last_step=training.steps,
+        log_interval=config.metrics.log_interval,
+        save_interval=config.checkpoint.interval,
+        stop_on_nonfinite=training.nonfinite == "stop",
+    )
 
 
 def _where_to_start(config: Config) -> Path | None:

@@ -59,3 +59,8 @@ def test_only_the_composition_root_sees_models_and_plans(path):
 )
 def test_files_stay_readable(path):
     assert path.read_text().count("\n") <= 400
+
+
+def test_pytest_collects_every_folder(pytestconfig):
+    """By default pytest passes over folders called "dist", without a word."""
+    assert "dist" not in pytestconfig.getini("norecursedirs")
