@@ -26,6 +26,8 @@ def verify(options, overrides) -> int:
 
 
 def schema(options, overrides) -> int:
+    if overrides:
+        raise UserError(f"schema takes no configuration keys ({overrides[0].shown})")
     print(json.dumps(Config.model_json_schema(), indent=1))
     return 0
 
