@@ -45,17 +45,16 @@ def draw_slice(
     shape: tuple[int, ...],
     start: tuple[int, ...],
     stop: tuple[int, ...],
-    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """The slice ``[start, stop)`` of the parameter's full initial value: fp32, on ``device``.
+    """The slice ``[start, stop)`` of the parameter's full initial value: fp32, on the CPU.
 
-    Normal, clipped at three standard deviations; ones where ``std`` is None. The bits depend on the
-    type of ``device`` (CPU and CUDA generators differ) and on nothing else about the run.
+    Normal, clipped at three standard deviations; ones where ``std`` is None. Always drawn on the CPU: a GPU's
+    generator deals its numbers out by the size of the chip.
     """
     slice_shape = tuple(hi - lo for lo, hi in zip(start, stop))
     if std is None:
-        return torch.ones(slice_shape, device=device)
-    out = torch.zeros(slice_shape, device=device)
+        return torch.ones(slice_shape)
+    out = torch.zeros(slice_shape)
     if out.numel() == 0 or std == 0:
         return out
     row_numel = math.prod(shape[1:])
@@ -63,8 +62,8 @@ def draw_slice(
     columns = tuple(slice(lo, hi) for lo, hi in zip(start[1:], stop[1:]))
     for block in range(start[0] // rows, (stop[0] - 1) // rows + 1):
         first, last = block * rows, min((block + 1) * rows, shape[0])
-        generator = torch.Generator(device).manual_seed(_block_seed(seed, name, block))
-        values = torch.randn((last - first, *shape[1:]), generator=generator, device=device)
+        generator = torch.Generator().manual_seed(_block_seed(seed, name, block))
+        values = torch.randn((last - first, *shape[1:]), generator=generator)
         values = values.clamp_(-3, 3).mul_(std)
         lo, hi = max(first, start[0]), min(last, stop[0])
         out[lo - start[0] : hi - start[0]] = values[(slice(lo - first, hi - first), *columns)]

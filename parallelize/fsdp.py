@@ -45,8 +45,8 @@ def apply_fsdp(
         modules = [part.get_submodule(name) for name in unit if owned(part, name)]
         if modules:
             # What the backward needs first is not worth freeing after the forward.
-            last = len(unit) > 1
-            fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and not last)
+            ends_the_forward = unit == units[-1]
+            fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and not ends_the_forward)
     fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in part.modules():
         if isinstance(module, FSDPModule):

@@ -1,4 +1,4 @@
-"""The composition root: the one file that sees models, parallelize and trainer together."""
+"""The composition root: the one file that builds models and plans and puts them together."""
 
 import contextlib
 
@@ -75,7 +75,7 @@ def build_model(resolved: Resolved, mesh: Mesh, device: torch.device) -> LocalMo
 
     def draw(name, shape, start, stop):
         name = originals.get(name, name)
-        return draw_slice(config.job.seed, name, initial_std(architecture, name), shape, start, stop, device)
+        return draw_slice(config.job.seed, name, initial_std(architecture, name), shape, start, stop)
 
     for part in parts:
         parallelize_part(part, resolved_plan, mesh, treatment)

@@ -20,6 +20,7 @@ from parallelize.local_model import LocalModel
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.optimizer import create_state, optimizer_tensors
+from trainer.rank import on_main_rank
 
 STATE_FILE = "trainer_state.json"
 # What makes it the same run. The layout, the machine and the length may change at a resume.
@@ -79,14 +80,29 @@ def checkpoint_root(config: Config) -> Path:
 def read_state(folder: Path) -> dict:
     """The checkpoint's ``trainer_state.json``. Raises ``UserError`` if it is damaged."""
     try:
-        return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        return {key: state[key] for key in ("step", "skipped_steps", "config")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(folder, error) from None
+
+
+def _stored_tensors(folder: Path) -> dict:
+    """Name -> size and dtype of every tensor in a checkpoint."""
+    try:
+        return dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    except Exception as error:  # whatever unpickling a damaged file raises
+        raise _damaged(folder, error) from None
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint, first the file that makes it count as complete."""
+    (folder / STATE_FILE).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _damaged(folder: Path, error: BaseException) -> UserError:
     earlier = [other for other in complete_checkpoints(folder.parent) if step_of(other) < (step_of(folder) or 0)]
-    hint = f"remove it to go on from {earlier[-1]}" if earlier else "remove it to start over"
+    hint = f"to go on from {earlier[-1]} instead, move it away" if earlier else "to start over, move it away"
     reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[-1:]])
     return UserError(f"checkpoint {folder} cannot be read ({reason}): {hint}")
 
@@ -139,7 +155,8 @@ class Checkpointer:
         final = self.root / f"step-{step:08d}"
         partial = self.root / f"step-{step:08d}.partial"
         if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # a killed run may have left one
+            for left_over in self.root.glob("step-*.partial"):  # by a killed run
+                shutil.rmtree(left_over, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
         dcp.save(self._tensors(), checkpoint_id=str(partial))
@@ -152,12 +169,15 @@ class Checkpointer:
                 "torch": torch.__version__,
                 "config": self.config,
             }
-            (partial / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-            shutil.rmtree(final, ignore_errors=True)  # only ever one that was not complete
+            with (partial / STATE_FILE).open("w", encoding="utf-8") as file:
+                json.dump(state, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())  # DCP does the same with its files
+            _remove(final)  # only ever one that was not complete
             os.rename(partial, final)
             if self.keep_latest:
                 for old in complete_checkpoints(self.root)[: -self.keep_latest]:
-                    shutil.rmtree(old)
+                    _remove(old)
         dist.barrier()
         return final
 
@@ -169,10 +189,7 @@ class Checkpointer:
         create_state(self.optimizer)
         tensors = self._tensors()
         state = read_state(folder)
-        try:
-            stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-        except Exception as error:  # whatever unpickling a damaged file raises
-            raise _damaged(folder, error) from None
+        stored = on_main_rank(_stored_tensors, folder)
         generators = {name for name in tensors if name.startswith("rng.")}
         self._check_keys(folder, {name: t for name, t in tensors.items() if name not in generators}, stored)
         if not generators <= stored.keys():  # more ranks than before: the new ones keep their own state

@@ -143,7 +143,8 @@ class Precision(Section):
 
 class ActivationCheckpoint(Section):
     mode: Literal["none", "selective", "full"] = Field(
-        "none", description='recompute in the backward: nothing, cheap operations ("selective"), or each whole block'
+        "none",
+        description='recompute in the backward: nothing; all but attention and every second matmul ("selective"); each whole block',
     )
 
 

@@ -184,6 +184,8 @@ def _pipeline_problems(config: Config, layout: Layout) -> Iterator[str]:
             f"parallel.virtual_stages = {virtual}: schedule {parallel.schedule} takes exactly {rule.stages_per_rank}"
             + ("; for more use Interleaved1F1B" if rule.stages_per_rank == 1 else "")
         )
+    if rule.stages_per_rank is None and virtual < 2:
+        yield f"parallel.virtual_stages = {virtual}: schedule {parallel.schedule} takes 2 or more; for 1 use 1F1B or GPipe"
     if rule.splits_backward and config.compile.enabled:
         yield (
             f"compile.enabled = true with parallel.schedule = {parallel.schedule}: torch cannot split the backward of "
@@ -210,7 +212,7 @@ def _tensor_problems(config: Config, architecture: DecoderConfig, layout: Layout
         replicable = name == "n_kv_heads" and tp % value == 0
         if not (replicable and config.parallel.replicate_kv_heads):
             yield (
-                f"parallel.tp = {tp} does not divide {name} = {value} of the model: use {_divisors(value)}"
+                f"parallel.tp = {tp} does not divide {name} = {value} of the model: use {_powers_of_two_in(value)}"
                 + (", or parallel.replicate_kv_heads = true" if replicable else "")
             )
     seq_len = config.training.seq_len
@@ -253,6 +255,6 @@ def _data_problems(config: Config) -> Iterator[str]:
         yield f'data.source = "{data.source}" needs data.path'
 
 
-def _divisors(value: int) -> str:
+def _powers_of_two_in(value: int) -> str:
     powers = [2**k for k in range(int(math.log2(value)) + 1) if value % 2**k == 0]
     return " or ".join(map(str, powers)) if len(powers) > 1 else "1"

@@ -1,6 +1,7 @@
 """What this machine is, and what a run needs of it at the least."""
 
 import os
+import sys
 
 from parallelize.layout import Layout
 from trainer.config import Precision
@@ -69,4 +70,5 @@ def memory_peak_bytes(device_type: str) -> int:
         return torch.cuda.max_memory_allocated()
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -14,12 +14,15 @@ from pathlib import Path
 from trainer.config import Config
 from trainer.config_load import key_help, load_config, split_overrides
 from trainer.config_rules import layout_needs, resolve_config
-from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, STATUS_FILE_VARIABLE, UserError
+from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_STOPPED, STATUS_FILE_VARIABLE, UserError
 from trainer.signals import StopRequest
+
+_THREADS_GIVEN = "OMP_NUM_THREADS" in os.environ
 
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
+    stop = StopRequest()  # before torch loads, so that Ctrl-C is never a traceback
     parser = argparse.ArgumentParser(
         prog="./run_train.sh", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train a model. Without arguments: the debug model on the bundled text.",
@@ -44,10 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(error.message(), file=sys.stderr)
         return EXIT_BAD_INPUT
     if nproc * n_nodes == 1:
-        stop = StopRequest()  # before torch loads, so that Ctrl-C is never a traceback
         from trainer import train
 
         return train.main(config, stop)
+    if stop.requested:
+        return EXIT_STOPPED
     command = ["-m", "trainer", "train", "--config", options.config]
     return run_ranks(nproc, command + [override.shown for override in overrides], rendezvous)
 
@@ -66,8 +70,10 @@ def count_processes(config: Config, nproc: int | None, n_nodes: int) -> int:
 
 def _check(config: Config, nproc: int | None, n_nodes: int) -> int:
     """Everything about the config, this machine and the files that can be checked now. Returns nproc."""
-    nproc = count_processes(config, nproc, n_nodes)
     n_gpus, needed = count_gpus(), layout_needs(config.parallel)
+    if nproc is None and n_gpus and n_nodes == 1:
+        nproc = _most_gpus(config, n_gpus)
+    nproc = count_processes(config, nproc, n_nodes)
     try:
         resolved = resolve_config(config, nproc * n_nodes)
     except UserError as error:
@@ -85,6 +91,19 @@ def _check(config: Config, nproc: int | None, n_nodes: int) -> int:
     check_memory(resolved.architecture.n_params, config.precision, resolved.layout, nproc, gpu_bytes)
     _check_files(config)
     return nproc
+
+
+def _most_gpus(config: Config, n_gpus: int) -> int | None:
+    """The most GPUs of this machine on which the config runs: 3 do not divide every batch. None if on no number."""
+    for n in range(n_gpus, 0, -1):
+        try:
+            resolve_config(config, n)
+        except UserError:
+            continue
+        if n < n_gpus:
+            print(f"using {n} of {n_gpus} GPUs: the layout and batch do not fit more (--nproc says otherwise)")
+        return n
+    return None
 
 
 def _check_files(config: Config) -> None:
@@ -154,8 +173,10 @@ def _environment_number(name: str, least: int, default: int | None = None, most:
 
 def run_ranks(nproc: int, command: list[str], rendezvous: Sequence[str] = ("--standalone",)) -> int:
     """Run ``command`` as torchrun's workers. Returns rank 0's exit code if it left one, else a failing rank's."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    if not _THREADS_GIVEN:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
     # Asked to stop, ranks finish their step and write a checkpoint: give them longer than torchrun's 30 s.
+    # (Torch 2.11 does not read this and keeps to 30 s.)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -169,6 +190,10 @@ def run_ranks(nproc: int, command: list[str], rendezvous: Sequence[str] = ("--st
             return 0
         except ChildFailedError as error:
             codes = [failure.exitcode for failure in error.failures.values()]
+            for rank, failure in sorted(error.failures.items()):
+                if failure.exitcode < 0:  # it could not say so itself
+                    hint = ": out of memory?" if failure.signal_name() == "SIGKILL" else ""
+                    print(f"error: rank {rank} was ended by {failure.signal_name()}{hint}", file=sys.stderr)
         except SignalException:
             codes = []
         said = status.read().decode()

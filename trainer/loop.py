@@ -64,8 +64,8 @@ def train(run: Run) -> bool:
         logs = step % run.log_interval == 0 or step == run.last_step
         saves = step == run.last_step or (run.save_interval and step % run.save_interval == 0)
         run.unread.append((step, result))
-        # A GPU runs behind: reading the step before last does not make it wait. A log or a checkpoint
-        # wants the newest anyway, and on a CPU there is nothing to wait for.
+        # A GPU runs behind: by the time this step is queued the one before is done or nearly so, and reading
+        # its verdict leaves no gap. A log or a checkpoint wants the newest; a CPU has nothing to wait for.
         stops = read_verdicts(run, n_left_unread=0 if logs or saves or run.device.type == "cpu" else 1)
         if logs:
             run.reporter.write(record_of(run, step, result, lr, watch))
@@ -73,7 +73,7 @@ def train(run: Run) -> bool:
         if stops and run.unread:
             read_verdicts(run, n_left_unread=0)
         if saves or stops:
-            watch.pause(run.checkpointer.save, step, run.skipped_steps)
+            watch.off_the_clock(run.checkpointer.save, step, run.skipped_steps)
         if stops:
             return step == run.last_step
     return True
@@ -93,8 +93,9 @@ def read_verdicts(run: Run, n_left_unread: int) -> bool:
     stops = False
     while len(run.unread) > n_left_unread:
         step, result = run.unread.popleft()
-        stops |= result.stop.item() > 0
-        if result.skipped.item():
+        skipped, stop = result.verdict.read()
+        stops |= stop
+        if skipped:
             run.skipped_steps += 1
             if run.stop_on_nonfinite:
                 raise NonFiniteError(

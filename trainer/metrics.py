@@ -29,7 +29,7 @@ _TAGS = {
 class Stopwatch:
     """Time of the steps since the last report, and the part spent waiting for data, in seconds.
 
-    ``pause`` leaves out what is not training, such as writing a checkpoint.
+    ``off_the_clock`` leaves out what is not training, such as writing a checkpoint.
     """
 
     def __init__(self):
@@ -52,7 +52,7 @@ class Stopwatch:
         self.data_s += time.perf_counter() - start
         return result
 
-    def pause(self, work, *arguments) -> None:
+    def off_the_clock(self, work, *arguments) -> None:
         """Run ``work(*arguments)`` off the clock."""
         start = time.perf_counter()
         work(*arguments)

@@ -1,7 +1,9 @@
 """The output folder: one writer at a time, and the same folder for every rank."""
 
 import fcntl
+import os
 import secrets
+import time
 from pathlib import Path
 from typing import IO
 
@@ -10,6 +12,8 @@ import torch.distributed as dist
 from trainer.errors import UserError
 from trainer.rank import on_main_rank
 
+_LOCK_PATIENCE_S = 8  # loader workers of a killed run notice within 5 s, and hold its lock until then
+
 
 def open_output_folder(folder: Path) -> IO[str]:
     """Make the folder, lock it for this run, and check that every rank sees it. Called by all ranks together.
@@ -17,31 +21,43 @@ def open_output_folder(folder: Path) -> IO[str]:
     Returns a file that holds the lock while it is open. Raises ``UserError`` if another run holds it, or if
     the machines do not share the folder: each would write a part of a checkpoint that none could read.
     """
-    lock = None
+    lock: IO[str] | None = None
 
     def lock_it() -> str:
         nonlocal lock
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f'job.output_dir = "{folder}": another run is writing there now') from None
-        except OSError:  # a file system without locks
-            pass
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = (folder / ".lock").open("a+", encoding="utf-8")  # not "w": the token in it may be another run's
+        except OSError as error:
+            raise UserError(f"job.output_dir = {str(folder)!r} cannot be written: {error}") from None
+        _lock(lock, folder)
         token = secrets.token_hex()
+        lock.truncate(0)
         lock.write(token)
         lock.flush()
+        os.fsync(lock.fileno())  # a network file system shows other machines nothing before
         return token
 
     token = on_main_rank(lock_it)
-    sees = (folder / ".lock").is_file() and (folder / ".lock").read_text() == token
+    sees = (folder / ".lock").is_file() and (folder / ".lock").read_text(encoding="utf-8") == token
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, sees)
     if not all(everyone):
-        blind = [rank for rank, seen in enumerate(everyone) if not seen]
         raise UserError(
-            f'job.output_dir = "{folder}" is not the same folder on every machine (rank {blind[0]} does not see what '
-            "rank 0 writes): give a path on a file system that they share"
+            f"job.output_dir = {str(folder)!r} is not the same folder on every machine (rank {everyone.index(False)} does "
+            "not see what rank 0 writes): give a path on a file system that they share"
         )
-    return lock or (folder / ".lock").open()
+    return lock or (folder / ".lock").open(encoding="utf-8")
+
+
+def _lock(lock: IO[str], folder: Path) -> None:
+    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UserError(f"job.output_dir = {str(folder)!r}: another run is writing there now") from None
+            time.sleep(0.5)
+        except OSError:  # a file system without locks
+            return None

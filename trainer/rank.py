@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, STATUS_FILE_VARIABLE, St
 def run_rank(work: Callable[[torch.device], int]) -> int:
     """Call ``work(device)`` in the default process group and return its exit code.
 
-    ``UserError`` and ``StoppedRun``, which every rank meets alike, are said once, by rank 0; anything else
+    ``UserError`` and ``StoppedRun``, which every rank meets alike, are said once a machine; anything else
     with its traceback by the rank that it happened on, which then ends at once: torchrun ends the others.
     """
     _end_with_parent()
@@ -34,7 +35,9 @@ def run_rank(work: Callable[[torch.device], int]) -> int:
         return _end_now(EXIT_FAILED)
     except BaseException as error:
         lost_peer = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-        if any(sign in str(error) for sign in lost_peer):  # no cause, so neither a traceback nor a status
+        if isinstance(error, RuntimeError) and any(
+            sign in str(error) for sign in lost_peer
+        ):  # no cause, so neither a traceback nor a status
             print(f"[rank {dist.get_rank()}] ends: another rank has failed", file=sys.stderr, flush=True)
             return _end_now(EXIT_FAILED, leave_status=False)
         _show_failure(error)
@@ -59,8 +62,6 @@ def _join() -> torch.device:
     # DTensor warns on each rank, once a pattern, that gathering a tensor sharded over two axes takes two
     # collectives. It does, and only when a whole tensor is wanted for a check.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    if device.type == "cpu" and dist.get_world_size() > 1:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     return device
 
 
@@ -90,8 +91,9 @@ def _end_with_parent() -> None:
 
 
 def _say_once(message: str) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # once a machine: a file may be missing on one of them
-        print(message, file=sys.stderr, flush=True)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(2)  # by then the machine's first rank has said the same, and torchrun has ended this one
+    print(message, file=sys.stderr, flush=True)
 
 
 def _show_failure(error: BaseException) -> None:

@@ -36,8 +36,33 @@ class StepResult:
 
     loss: torch.Tensor  # token-weighted mean over the global batch
     grad_norm: torch.Tensor  # before clipping
-    skipped: torch.Tensor  # 1 if loss or gradient was not finite and the update left out, else 0
-    stop: torch.Tensor  # above 0 if any rank was asked to stop
+    verdict: "Verdict"
+
+
+class Verdict:
+    """Two answers on their way to the host: was the update left out, and was any rank asked to stop?
+
+    On a GPU they are copied as soon as the step is done, so that reading them later waits for that step
+    alone and not for what has been queued since.
+    """
+
+    def __init__(self, skipped: torch.Tensor, stop: torch.Tensor):
+        values = torch.stack((skipped.double(), stop))
+        self._done = None
+        if values.is_cuda:
+            self._values = torch.empty(2, dtype=torch.float64, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+        else:
+            self._values = values
+
+    def read(self) -> tuple[bool, bool]:
+        """(skipped, stop); waits for the step."""
+        if self._done is not None:
+            self._done.synchronize()
+        skipped, stop = self._values.tolist()
+        return skipped > 0, stop > 0
 
 
 class TrainStep:
@@ -66,7 +91,7 @@ class TrainStep:
     def __call__(self, tokens: torch.Tensor, labels: torch.Tensor, stop_requested: bool = False) -> StepResult:
         loss_share = self.forward_backward(tokens, labels)
         loss, grad_norm, stop = self.total_and_clip(loss_share, stop_requested)
-        return StepResult(loss, grad_norm, self.update(loss, grad_norm), stop)
+        return StepResult(loss, grad_norm, Verdict(self.update(loss, grad_norm), stop))
 
     def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Accumulate gradients of all micro-batches. Returns what this rank adds to the loss, a scalar."""

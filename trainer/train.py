@@ -38,16 +38,16 @@ def _train(config: Config, device: torch.device, stop: StopRequest) -> bool:
     resolved = replace(resolved, config=config)
     folder, steps = Path(config.job.output_dir), config.training.steps
 
-    resume_from = on_main_rank(_where_to_start, config)
-    if resume_from is not None and (at := read_state(resume_from)["step"]) >= steps:
-        if dist.get_rank() == 0:
-            print(
-                f"{folder} is already at step {at} of {steps}: nothing to do. To go on, raise training.steps; "
-                "for another run, choose another job.output_dir"
-            )
-        return True
     rows = load_rows(config.data, config.training.seq_len, resolved.architecture.vocab_size)
     with open_output_folder(folder):
+        resume_from, done_steps = on_main_rank(_where_to_start, config)
+        if done_steps >= steps:
+            if dist.get_rank() == 0:
+                print(
+                    f"{resume_from} is already at step {done_steps} of {steps}: nothing to do. To go on, raise "
+                    "training.steps; for another run, choose another job.output_dir"
+                )
+            return True
         run = _prepare(resolved, rows, resume_from, device, stop)
         with contextlib.closing(run.reporter):
             return train(run)
@@ -97,12 +97,13 @@ def _prepare(
     )
 
 
-def _where_to_start(config: Config) -> Path | None:
-    """The checkpoint to go on from, checked to be of this run; None for a fresh start. Raises ``UserError``."""
+def _where_to_start(config: Config) -> tuple[Path | None, int]:
+    """The checkpoint to go on from, checked to be of this run, and its step; (None, 0) for a fresh start."""
     resume_from = choose_resume(config)
-    if resume_from is not None:
-        check_same_run(resume_from, config)
-    return resume_from
+    if resume_from is None:
+        return None, 0
+    check_same_run(resume_from, config)
+    return resume_from, read_state(resume_from)["step"]
 
 
 def _lr_schedule(config: Config) -> LrSchedule:

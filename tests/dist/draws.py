@@ -55,7 +55,11 @@ def _draw_once(rng: random.Random) -> tuple[int, str, dict]:
     if degrees["pp"] > 1:
         schedules = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
         overrides["parallel__schedule"] = rng.choice(schedules)
-        if overrides["parallel__schedule"] in ("Interleaved1F1B", "LoopedBFS") and rng.random() < 0.3:
+        if overrides["parallel__schedule"] in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+            # Else most draws of these schedules are refused.
+            overrides |= {"compile__enabled": False, "parallel__reshard_after_forward": "auto"}
+            overrides["activation_checkpoint__mode"] = rng.choice(["none", "full"])
+        elif overrides["parallel__schedule"] in ("Interleaved1F1B", "LoopedBFS") and rng.random() < 0.3:
             overrides["parallel__virtual_stages"] = 3
     return world_size, rng.choice(["none", "none", "unequal", "empty_rows"]), overrides
 

@@ -92,6 +92,7 @@ def make_loader(
             batch_sampler=sampler,
             num_workers=data.workers,
             pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # its own: the global one belongs to the training state
             worker_init_fn=_leave_signals_to_the_rank,
         )
 
