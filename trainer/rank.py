@@ -92,7 +92,9 @@ def _end_with_parent() -> None:
 
 def _say_once(message: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(2)  # by then the machine's first rank has said the same, and torchrun has ended this one
+        # The machine's first rank says the same, if it met it too, and torchrun then ends this one.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(2)
     print(message, file=sys.stderr, flush=True)
 
 

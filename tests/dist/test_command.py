@@ -53,6 +53,10 @@ def processes_left(process: subprocess.Popen) -> bool:
         return False
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def wait_for_step(folder: Path, step: int, timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -105,14 +109,17 @@ def test_b71_b72_three_axes_one_curve_one_event_file(straight, tmp_path):
     assert [scalar.value for scalar in scalars] == pytest.approx([r["loss"] for r in records(tmp_path / "run")], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "Ctrl-C"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "Ctrl-C", "SIGTERM to all"])
 @pytest.mark.parametrize("layout", [[], ["--nproc", "2", "--parallel.pp=2"]], ids=["one", "pp2"])
 def test_b72_stopped_by_a_signal_it_goes_on_where_it_was(straight, tmp_path, layout, name):
     """Exit 75 after a checkpoint; run again, the rest of the same curve, no step twice, no point lost."""
     arguments = [*SMALL, "--training.steps=12", "--job.output_dir=run", "--checkpoint.interval=0", *layout]
     process = start(tmp_path, *arguments)
     wait_for_step(tmp_path / "run", 3)
-    if name == "Ctrl-C":  # the terminal sends it to the launcher and to every rank
+    if name == "SIGTERM to all":  # as schedulers do; torchrun passes its own on to the ranks besides
+        for pid in [process.pid, *children_of(process.pid)]:
+            os.kill(pid, signal.SIGTERM)
+    elif name == "Ctrl-C":  # the terminal sends it to the launcher and to every rank
         os.killpg(process.pid, signal.SIGINT)
     else:
         os.kill(process.pid, getattr(signal, name))
@@ -181,6 +188,15 @@ def test_a_signal_to_the_whole_group_spares_the_loader(straight, tmp_path):
     assert process.returncode in (0, 75) and "Traceback" not in err, err
     assert run(tmp_path, *arguments).returncode == 0
     assert_same_curve(tmp_path / "run", straight[0])
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path):
+    process = start(tmp_path, *SMALL, "--training.steps=100000", "--job.output_dir=run", "--nproc=2")
+    wait_for_step(tmp_path / "run", 2)
+    os.kill(children_of(process.pid)[1], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "error: rank 1 was ended by SIGKILL: out of memory?" in err, err
+    assert "Traceback" not in err and not processes_left(process)
 
 
 def test_ranks_end_when_their_launcher_is_killed(tmp_path):
