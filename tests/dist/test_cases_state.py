@@ -176,6 +176,45 @@ def test_a_checkpoint_opens_at_another_layout(ranks, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+def test_b57_an_uneven_vocabulary_saved_at_tp_2_opens_on_one_process(ranks, tmp_path):
+    keys = dict(model__vocab_size=301, checkpoint__interval=3)
+    straight = ranks(1, run_training, run_config(tmp_path / "straight", training__steps=6, **keys))
+    ranks(4, run_training, run_config(tmp_path / "moved", training__steps=3, parallel__tp=2, **keys))
+    moved = ranks(1, run_training, run_config(tmp_path / "moved", training__steps=6, **keys))
+    assert merged(moved, "weights")["output.weight"].shape == (301, 64)
+    for name, weight in merged(straight, "weights").items():
+        assert np.abs(merged(moved, "weights")[name] - weight).max() < 1e-4, name
+
+
+def decay_alone(config, world_size: int) -> dict:
+    """One update with zero gradients: name -> (weights before, after), and the sizes of the optimizer's groups."""
+    resolved = resolve_config(config, world_size)
+    mesh = mesh_of(resolved.layout)
+    model = build_model(resolved, mesh, CPU)
+    step = build_train_step(resolved, model, mesh, CPU)
+    before = {name: whole(p).numpy() for name, p in model.named.items()}
+    for parameter in model.named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    step.update(torch.zeros(()), torch.zeros(()))
+    return {name: (before[name], whole(p).numpy()) for name, p in model.named.items()}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, dict(parallel__tp=2), dict(parallel__pp=2), dict(compile__enabled=True, activation_checkpoint__mode="full")],
+    ids=["fsdp2", "tp2", "pp2", "compiled_and_wrapped"],
+)
+def test_b82_norms_and_biases_are_never_decayed(ranks, overrides):
+    keys = dict(optimizer__lr=0.1, optimizer__weight_decay=0.5, model__qkv_bias=True, model__qk_norm=True)
+    seen = {}
+    for rank in ranks(2, decay_alone, tiny_config(**keys, **overrides), 2):
+        seen |= rank
+    for name, (before, after) in seen.items():
+        factor = 1.0 if "norm" in name or "bias" in name else 0.95
+        np.testing.assert_allclose(after, before * factor, rtol=1e-6, atol=0, err_msg=name)
+    assert sum("norm" in name or "bias" in name for name in seen) == 4 * (2 + 2 + 3) + 1 and len(seen) == 29 + 4 * 7 + 2
+
+
 def test_b29_a_finished_run_says_so_and_writes_nothing(ranks, tmp_path):
     config = run_config(tmp_path)
     ranks(1, run_training, config)
