@@ -67,12 +67,11 @@ def shrink(resolved: Resolved) -> Config:
         layers = tuple(1 if n == min(per_stage) else 2 for n in per_stage)
     shape = {key: getattr(resolved.architecture, key) for key in ("dim", "head_dim", "ffn_dim", "vocab_size")}
     shape["n_layers"] = sum(layers)
-    model = config.model.model_copy(update=shape)
     while shape["head_dim"] > 8 and _n_params(resolved, shape) > _MAX_PARAMS:
         halved = {key: value // 2 for key, value in shape.items() if key != "n_layers"}
         halved["vocab_size"] |= shape["vocab_size"] & 1
         shape |= halved
-        model = config.model.model_copy(update=shape)
+    model = config.model.model_copy(update=shape)
     tp = layout.tp
     seq_len = min(config.training.seq_len, max(tp, _MAX_SEQ_LEN // tp * tp))
     micro_batch_size = min(config.training.micro_batch_size, 2)
