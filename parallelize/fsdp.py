@@ -1,5 +1,6 @@
 """FSDP2 over one pipeline part: sharding, mixed precision and gradient reduction."""
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,8 @@ def apply_fsdp(
     tables that blocks take must stay fp32. Gradients are summed over ranks, not averaged: the loss is
     already divided by the token count of the global batch.
     """
+    # Said of logits gathered by tensor parallelism; nothing here works in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=False
     )

@@ -34,9 +34,9 @@ def original_names(plan: Plan) -> dict[str, str]:
 
 
 def collect(
-    parts: Sequence[nn.Module], stage_indices: tuple[int, ...], plan: Plan, mesh: Mesh, first_and_last_together: bool
+    parts: Sequence[nn.Module], stage_indices: tuple[int, ...], plan: Plan, mesh: Mesh, ends: tuple[int, int]
 ) -> LocalModel:
-    """Name the parameters of this rank's parts. ``first_and_last_together``: one pipeline rank holds both ends."""
+    """Name the parameters of this rank's parts. ``ends``: the pipeline ranks of the first and of the last stage."""
     originals = original_names(plan)
     named: dict[str, nn.Parameter] = {}
     copies: dict[str, nn.Parameter] = {}
@@ -50,5 +50,5 @@ def collect(
         for name in originals.values():
             holders = [held[name] for held in (named, copies) if name in held]
             if holders:
-                tied.append(TiedWeight.of(holders, mesh.axis("pp"), first_and_last_together))
+                tied.append(TiedWeight.of(holders, mesh.axis("pp"), ends))
     return LocalModel(tuple(parts), stage_indices, named, copies, tuple(tied))

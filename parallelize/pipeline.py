@@ -10,6 +10,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from parallelize.mesh import Mesh
 from parallelize.plan import Plan, resolve
+from parallelize.schedules import ScheduleFile, schedule_of
 
 
 def split_stage(model: nn.Module, plan: Plan, layers_per_stage: Sequence[int], stage: int) -> nn.Module:
@@ -34,12 +35,34 @@ def split_stage(model: nn.Module, plan: Plan, layers_per_stage: Sequence[int], s
     return part
 
 
+def make_schedule(name_or_path: str, stages: list[PipelineStage], n_microbatches: int, loss_fn: Callable):
+    """A schedule of torch by its name, or the one in a .csv file."""
+    # Gradients are never scaled: the loss has been divided by the token count of the whole step.
+    options = dict(n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=False)
+    written = schedule_of(name_or_path)
+    if isinstance(written, ScheduleFile):
+        return _run_actions(written.cells, stages, options)
+    schedule_class = get_schedule_class(name_or_path)
+    multi = issubclass(schedule_class, PipelineScheduleMulti)
+    return schedule_class(stages if multi else stages[0], **options)
+
+
+def _run_actions(cells: Sequence[Sequence[str]], stages: list[PipelineStage], options: dict):
+    """Torch's runtime with these actions, in the way its own schedules give it theirs. Private in 2.11 to 2.13."""
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+    runtime = _PipelineScheduleRuntime(stages, **options)
+    runtime.pipeline_order = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(cells)}
+    runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+    return runtime
+
+
 class Pipeline:
     """This rank's stages and the schedule that runs micro-batches through all of them.
 
     parts: the rank's (parallelized) stage modules, in the order of ``stage_indices``.
-    loss_fn: logits, labels -> scalar; called on the last stage once per micro-batch. It divides by the
-    step's token count itself, so the schedule must not scale gradients.
+    loss_fn: logits, labels -> scalar; called on the last stage once per micro-batch.
+    n_runs: how often the schedule runs in a step, each time with an equal part of its micro-batches.
     """
 
     def __init__(
@@ -49,6 +72,7 @@ class Pipeline:
         n_stages: int,
         schedule: str,
         n_microbatches: int,
+        n_runs: int,
         mesh: Mesh,
         device: torch.device,
         loss_fn: Callable,
@@ -59,16 +83,16 @@ class Pipeline:
         ]
         self.has_first = 0 in stage_indices
         self.has_last = n_stages - 1 in stage_indices
-        schedule_class = get_schedule_class(schedule)
-        multi = issubclass(schedule_class, PipelineScheduleMulti)
-        self.schedule = schedule_class(
-            stages if multi else stages[0], n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=False
-        )
+        self.n_runs = n_runs
+        self.schedule = make_schedule(schedule, stages, n_microbatches // n_runs, loss_fn)
 
     def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
         """Run tokens and labels [sequences, S], cut into micro-batches; their losses on the last stage, else []."""
         losses: list[torch.Tensor] = []
-        inputs = (tokens,) if self.has_first else ()
-        targets = {"target": labels, "losses": losses} if self.has_last else {}
-        self.schedule.step(*inputs, **targets, return_outputs=False)
+        for run_tokens, run_labels in zip(tokens.chunk(self.n_runs), labels.chunk(self.n_runs)):
+            run_losses: list[torch.Tensor] = []
+            inputs = (run_tokens,) if self.has_first else ()
+            targets = {"target": run_labels, "losses": run_losses} if self.has_last else {}
+            self.schedule.step(*inputs, **targets, return_outputs=False)
+            losses += run_losses
         return losses

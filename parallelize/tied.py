@@ -19,7 +19,7 @@ from parallelize.grad_norm import local_tensor
 class TiedWeight:
     """One tied weight as seen from this rank.
 
-    holders: this rank's parameters of it; both where a V-shaped schedule puts first and last stage together.
+    holders: this rank's parameters of it; both where the schedule puts first and last stage together.
     peer: the global rank that holds the other one at the same place of the other axes, else None.
     """
 
@@ -28,12 +28,12 @@ class TiedWeight:
     peer: int | None
 
     @classmethod
-    def of(cls, holders: Sequence[nn.Parameter], axis: DeviceMesh, first_and_last_together: bool) -> "TiedWeight":
-        """Find the peer on the pipeline ``axis``: the last rank for the first, and the other way round."""
-        group = axis.get_group()
-        if first_and_last_together:
+    def of(cls, holders: Sequence[nn.Parameter], axis: DeviceMesh, ends: tuple[int, int]) -> "TiedWeight":
+        """Find the peer on the pipeline ``axis``. ``ends``: the ranks of the first and of the last stage."""
+        group, (first, last) = axis.get_group(), ends
+        if first == last:
             return cls(holders, group, peer=None)
-        other_end = axis.size() - 1 if axis.get_local_rank() == 0 else 0
+        other_end = last if axis.get_local_rank() == first else first
         return cls(holders, group, dist.get_global_rank(group, other_end))
 
     def sum_gradients(self) -> None:

@@ -15,7 +15,6 @@ from parallelize.materialize import fill_parameters, materialize
 from parallelize.mesh import Mesh
 from parallelize.pipeline import Pipeline, split_stage
 from parallelize.plan import decoder_plan
-from parallelize.schedules import SCHEDULES, stages_of_rank
 from trainer.config import Config
 from trainer.config_rules import Resolved
 from trainer.loss import TokenLoss
@@ -65,10 +64,8 @@ def build_meta_parts(resolved: Resolved, stage_indices: tuple[int, ...]) -> tupl
 
 def build_model(resolved: Resolved, mesh: Mesh, device: torch.device) -> LocalModel:
     """Build on meta, split, parallelize, allocate this rank's shards and initialise them."""
-    layout, config, architecture = resolved.layout, resolved.config, resolved.architecture
-    v_shaped = SCHEDULES[config.parallel.schedule].v_shaped
-    n_stages = len(resolved.layers_per_stage)
-    indices = stages_of_rank(mesh.index("pp"), layout.pp, n_stages, v_shaped) if layout.pp > 1 else (0,)
+    config, architecture = resolved.config, resolved.architecture
+    indices = tuple(stage for stage, rank in enumerate(resolved.stage_ranks) if rank == mesh.index("pp"))
     parts, resolved_plan = build_meta_parts(resolved, indices)
     treatment = treatment_of(config, device.type)
     originals = original_names(resolved_plan.plan)
@@ -82,7 +79,8 @@ def build_model(resolved: Resolved, mesh: Mesh, device: torch.device) -> LocalMo
         materialize(part, device)
         part.rebuild_buffers(device)
         fill_parameters(part, draw)
-    return collect(parts, indices, resolved_plan.plan, mesh, first_and_last_together=v_shaped)
+    ends = resolved.stage_ranks[0], resolved.stage_ranks[-1]
+    return collect(parts, indices, resolved_plan.plan, mesh, ends)
 
 
 def build_train_step(resolved: Resolved, model: LocalModel, mesh: Mesh, device: torch.device) -> TrainStep:
@@ -102,7 +100,7 @@ def build_train_step(resolved: Resolved, model: LocalModel, mesh: Mesh, device: 
     else:
         run = Pipeline(
             model.parts, model.stage_indices, len(resolved.layers_per_stage), config.parallel.schedule,
-            resolved.n_microbatches, mesh, device, loss_fn,
+            resolved.n_microbatches, resolved.n_schedule_runs, mesh, device, loss_fn,
         ).forward_backward  # fmt: skip
     sharded_logits = layout.tp > 1 and config.parallel.loss_parallel
     return TrainStep(

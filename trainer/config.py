@@ -14,6 +14,9 @@ Length = Annotated[int, Field(ge=1, le=10_000_000)]  # in a batch: what a step c
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16"]
+TorchSchedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
 
 
 class Section(BaseModel):
@@ -107,16 +110,21 @@ class Parallel(Section):
     cp: Count = Field(1, description="context parallel degree; only 1 for now")
     dp_shard: Count | Literal[-1] = Field(-1, description="FSDP2 degree; -1: all ranks that are left")
     dp_replicate: Count = Field(1, description="copies of the sharded model (HSDP)")
-    schedule: Literal[
-        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-    ] = Field("1F1B", description="pipeline schedule, torch's name in any case")
+    schedule: TorchSchedule | Annotated[str, Field(pattern=r"\.csv$")] = Field(
+        "1F1B", description="pipeline schedule: torch's name in any case, or a file (docs/parallelism.md)"
+    )
 
     @field_validator("schedule", mode="before")
     @classmethod
     def _any_case(cls, value):
-        names = {name.lower(): name for name in get_args(cls.model_fields["schedule"].annotation)}
+        names = {name.lower(): name for name in get_args(TorchSchedule)}
         return names.get(value.lower(), value) if isinstance(value, str) else value
 
+    schedule_microbatches: Count | None = Field(
+        None,
+        description="micro-batches in one run of the schedule, of which a step makes several; default: all of a step "
+        "in one run. GPipe, LoopedBFS and DualPipeV keep activations of a whole run",
+    )
     virtual_stages: Count | None = Field(
         None, description="stages per pipeline rank (default: 2 for the interleaved and V-shaped schedules, else 1)"
     )

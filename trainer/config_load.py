@@ -130,6 +130,7 @@ def type_text(schema: dict) -> str:
     words += f", above {above}" if above is not None else ""
     words += f", at most {high}" if high is not None else ""
     words += f", below {below}" if below is not None and below < 2**60 else ""
+    words += f" that matches {schema['pattern']}" if "pattern" in schema else ""
     return words + (", not empty" if schema.get("minLength") else "")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from models import FAMILIES
 from models.decoder_config import DecoderConfig
 from parallelize.layout import Layout
-from parallelize.schedules import SCHEDULES, balance_uniform, microbatch_problem
+from parallelize.schedules import Schedule, ScheduleFile, balance_uniform, schedule_of
 from trainer.config import Config, Model, Parallel
 from trainer.errors import UserError
 
@@ -24,6 +24,7 @@ class Resolved:
     architecture: DecoderConfig
     layout: Layout
     layers_per_stage: tuple[int, ...]
+    stage_ranks: tuple[int, ...]  # the pipeline rank of each stage
 
     def full_config(self, compute: str) -> Config:
         """The config with nothing left open: what a run writes down. ``compute``: the dtype that "auto" became."""
@@ -43,6 +44,11 @@ class Resolved:
         """Micro-batches per optimizer step on each data rank."""
         training = self.config.training
         return training.global_batch_size // (training.micro_batch_size * self.layout.dp)
+
+    @property
+    def n_schedule_runs(self) -> int:
+        """How often a step runs the pipeline schedule."""
+        return self.n_microbatches // (self.config.parallel.schedule_microbatches or self.n_microbatches)
 
     @property
     def replicates_kv_heads(self) -> bool:
@@ -69,16 +75,19 @@ def resolve_config(config: Config, world_size: int) -> Resolved:
     layout = attempt(layout_of, config.parallel, world_size)
     problems += _lr_problems(config)
     problems += _data_problems(config)
+    schedule = attempt(schedule_for, config.parallel)
     layers_per_stage = ()
-    if layout is not None:
-        problems += _batch_problems(config, layout)
-        problems += _pipeline_problems(config, layout)
+    if layout is not None and schedule is not None:
+        problems += _batch_problems(config, layout, schedule)
+        problems += _pipeline_problems(config, layout, schedule)
     if layout is not None and architecture is not None:
         problems += _tensor_problems(config, architecture, layout)
-        layers_per_stage = attempt(layers_per_stage_of, config.parallel, architecture, layout)
+        if schedule is not None:
+            layers_per_stage = attempt(layers_per_stage_of, config.parallel, architecture, layout, schedule)
     if problems:
         raise UserError(*problems)
-    return Resolved(config, architecture, layout, layers_per_stage)
+    stage_ranks = schedule.stage_ranks(layout.pp, len(layers_per_stage)) if layout.pp > 1 else (0,)
+    return Resolved(config, architecture, layout, layers_per_stage, stage_ranks)
 
 
 def architecture_of(model: Model) -> DecoderConfig:
@@ -122,24 +131,29 @@ def layout_needs(parallel: Parallel) -> int:
     return parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp * max(1, parallel.dp_shard)
 
 
-def virtual_stages_of(parallel: Parallel) -> int:
-    """Stages per pipeline rank: as asked, or what the schedule wants."""
-    if parallel.pp == 1:
-        return 1
-    rule = SCHEDULES[parallel.schedule].stages_per_rank
-    return parallel.virtual_stages or rule or 2
+def schedule_for(parallel: Parallel) -> Schedule:
+    """The schedule that ``parallel.schedule`` names. Raises ``UserError`` for a file that cannot be run."""
+    try:
+        return schedule_of(parallel.schedule)
+    except ValueError as error:
+        raise UserError(f"parallel.schedule: {error}") from None
 
 
-def layers_per_stage_of(parallel: Parallel, architecture: DecoderConfig, layout: Layout) -> tuple[int, ...]:
+def layers_per_stage_of(
+    parallel: Parallel, architecture: DecoderConfig, layout: Layout, schedule: Schedule
+) -> tuple[int, ...]:
     """How many layers each stage gets. Raises ``UserError`` where they cannot be placed."""
-    n_stages = layout.pp * virtual_stages_of(parallel)
     n_layers = architecture.n_layers
+    if layout.pp == 1:
+        return (n_layers,)
+    virtual = schedule.virtual_stages(layout.pp, parallel.virtual_stages)
+    n_stages = layout.pp * virtual
     if n_stages > n_layers:
         raise UserError(
-            f"parallel.pp = {layout.pp} with {virtual_stages_of(parallel)} stage(s) a rank makes {n_stages} stages, "
+            f"parallel.pp = {layout.pp} with {virtual} stage(s) a rank makes {n_stages} stages, "
             f"but the model has n_layers = {n_layers}: use a parallel.pp or virtual_stages of fewer stages"
         )
-    if parallel.balance == "uniform" or n_stages == 1:
+    if parallel.balance == "uniform":
         return balance_uniform(n_layers, n_stages)
     if len(parallel.balance) != n_stages or sum(parallel.balance) != n_layers:
         raise UserError(
@@ -149,7 +163,7 @@ def layers_per_stage_of(parallel: Parallel, architecture: DecoderConfig, layout:
     return parallel.balance
 
 
-def _batch_problems(config: Config, layout: Layout) -> Iterator[str]:
+def _batch_problems(config: Config, layout: Layout, schedule: Schedule) -> Iterator[str]:
     training, parallel = config.training, config.parallel
     share = training.micro_batch_size * layout.dp
     if training.global_batch_size % share:
@@ -159,44 +173,50 @@ def _batch_problems(config: Config, layout: Layout) -> Iterator[str]:
             f"= {training.micro_batch_size} times dp = {layout.dp} (dp_replicate x dp_shard): "
             f"use {f'{below} or ' if below else ''}{below + share}, or another micro_batch_size"
         )
-    elif layout.pp > 1:
-        n_stages = layout.pp * virtual_stages_of(parallel)
-        n_microbatches = training.global_batch_size // share
-        if problem := microbatch_problem(parallel.schedule, layout.pp, n_stages, n_microbatches):
-            yield (
-                f"training.global_batch_size = {training.global_batch_size} / (micro_batch_size = {training.micro_batch_size} "
-                f"x dp = {layout.dp}) makes {n_microbatches} micro-batch(es), but parallel.schedule = {problem}"
-            )
-
-
-def _pipeline_problems(config: Config, layout: Layout) -> Iterator[str]:
-    parallel = config.parallel
-    rule = SCHEDULES[parallel.schedule]
-    if layout.pp == 1:
-        if parallel.balance != "uniform":
-            yield f"parallel.balance = {list(parallel.balance)} needs parallel.pp above 1 (it is 1)"
-        if parallel.virtual_stages not in (None, 1):
-            yield f"parallel.virtual_stages = {parallel.virtual_stages} needs parallel.pp above 1 (it is 1)"
         return
-    virtual = virtual_stages_of(parallel)
-    if rule.stages_per_rank is not None and virtual != rule.stages_per_rank:
-        yield (
-            f"parallel.virtual_stages = {virtual}: schedule {parallel.schedule} takes exactly {rule.stages_per_rank}"
-            + ("; for more use Interleaved1F1B" if rule.stages_per_rank == 1 else "")
-        )
-    if rule.stages_per_rank is None and virtual < 2:
-        yield f"parallel.virtual_stages = {virtual}: schedule {parallel.schedule} takes 2 or more; for 1 use 1F1B or GPipe"
-    if rule.splits_backward and config.compile.enabled:
+    if layout.pp == 1:
+        return
+    n_microbatches = training.global_batch_size // share
+    made = (
+        f"training.global_batch_size = {training.global_batch_size} / (micro_batch_size = {training.micro_batch_size} "
+        f"x dp = {layout.dp}) makes {n_microbatches} micro-batch(es)"
+    )
+    n_in_a_run = parallel.schedule_microbatches or n_microbatches
+    if n_microbatches % n_in_a_run:
+        yield f"parallel.schedule_microbatches = {n_in_a_run} must divide the micro-batches of a step, but {made}"
+        return
+    n_stages = layout.pp * schedule.virtual_stages(layout.pp, parallel.virtual_stages)
+    if problem := schedule.microbatch_problem(layout.pp, n_stages, n_in_a_run):
+        if parallel.schedule_microbatches:
+            made = f"parallel.schedule_microbatches = {n_in_a_run}"
+        yield f"{made}, but parallel.schedule = {parallel.schedule} {problem}"
+
+
+def _pipeline_problems(config: Config, layout: Layout, schedule: Schedule) -> Iterator[str]:
+    parallel = config.parallel
+    if layout.pp == 1:
+        for key, neutral in (("balance", "uniform"), ("virtual_stages", 1), ("schedule_microbatches", None)):
+            value = getattr(parallel, key)
+            if value not in (None, neutral):
+                shown = list(value) if isinstance(value, tuple) else value
+                yield f"parallel.{key} = {shown} needs parallel.pp above 1 (it is 1)"
+        if isinstance(schedule, ScheduleFile):
+            yield f"parallel.schedule = {parallel.schedule} {schedule.stages_problem(1, 1)}"
+        return
+    virtual = schedule.virtual_stages(layout.pp, parallel.virtual_stages)
+    if problem := schedule.stages_problem(layout.pp, virtual):
+        yield f"parallel.schedule = {parallel.schedule} {problem} (parallel.virtual_stages = {virtual})"
+    if schedule.splits_backward and config.compile.enabled:
         yield (
             f"compile.enabled = true with parallel.schedule = {parallel.schedule}: torch cannot split the backward of "
             "a compiled block; use 1F1B or Interleaved1F1B, or compile.enabled = false"
         )
-    if rule.splits_backward and config.activation_checkpoint.mode == "selective":
+    if schedule.splits_backward and config.activation_checkpoint.mode == "selective":
         yield (
             f'activation_checkpoint.mode = "selective" with parallel.schedule = {parallel.schedule}: the split backward '
             'would recompute twice, which torch refuses; use "full" or "none"'
         )
-    if rule.splits_backward and parallel.reshard_after_forward == "always":
+    if schedule.splits_backward and parallel.reshard_after_forward == "always":
         yield (
             f'parallel.reshard_after_forward = "always" with parallel.schedule = {parallel.schedule} gives wrong '
             'gradients in torch 2.13; use "auto" or "never"'

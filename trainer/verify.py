@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from parallelize.layout import AXES
-from parallelize.schedules import microbatch_problem
+from parallelize.schedules import schedule_of
 from trainer.config import ActivationCheckpoint, Compile, Config, Parallel
 from trainer.config_rules import Resolved, resolve_config
 from trainer.observe import Observed
@@ -26,17 +26,22 @@ _MAX_SEQ_LEN = 64
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest allowed differences. ``gradient`` is a share of a gradient's largest entry; ``weights`` the norm of
-    the difference as a share of the norm of what training changed."""
+    """Largest allowed differences. ``later_loss`` is per step trained; ``gradient`` a share of a gradient's largest
+    entry; ``weights`` the norm of the difference as a share of the norm of what training changed."""
 
     loss: float
+    later_loss: float
     grad_norm: float
     gradient: float
     weights: float
 
 
-# fp32: rounding of sums in another order. bf16 has 8 bits: each matmul result is rounded to 1 in 256.
-TOLERANCES = {"float32": Tolerance(1e-5, 1e-4, 1e-4, 1e-2), "bfloat16": Tolerance(5e-3, 2e-2, 5e-2, 0.5)}
+# fp32: rounding of sums in another order. bf16 rounds each matmul's result to 1 in 256: the worst of many layouts
+# (docs/parity.md) is below half of these, and as far from one process in bf16 as that is from fp32.
+TOLERANCES = {
+    "float32": Tolerance(loss=1e-5, later_loss=1e-5, grad_norm=1e-4, gradient=1e-4, weights=1e-2),
+    "bfloat16": Tolerance(loss=1e-4, later_loss=1e-3, grad_norm=5e-3, gradient=0.15, weights=0.8),
+}
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,11 @@ def _n_params(resolved: Resolved, shape: dict) -> int:
 
 def _fewest_microbatches(resolved: Resolved) -> int:
     """At most as many as the config has, at least two, and enough for the schedule."""
-    layout, n_stages = resolved.layout, len(resolved.layers_per_stage)
+    layout, parallel, n_stages = resolved.layout, resolved.config.parallel, len(resolved.layers_per_stage)
+    if parallel.schedule_microbatches:
+        return parallel.schedule_microbatches * min(2, resolved.n_schedule_runs)
     for n in range(min(2, resolved.n_microbatches), resolved.n_microbatches):
-        if layout.pp == 1 or not microbatch_problem(resolved.config.parallel.schedule, layout.pp, n_stages, n):
+        if layout.pp == 1 or not schedule_of(parallel.schedule).microbatch_problem(layout.pp, n_stages, n):
             return n
     return resolved.n_microbatches
 
@@ -132,7 +139,9 @@ def compare(reference: Observed, ranks: Sequence[Observed], tolerance: Tolerance
     checks.append(_copies_check(reference, ranks))
     last = len(losses)
     checks.append(
-        _number_check(f"loss, step {last}", losses[-1], [rank.losses[-1] for rank in ranks], tolerance.loss * last)
+        _number_check(
+            f"loss, step {last}", losses[-1], [rank.losses[-1] for rank in ranks], tolerance.later_loss * last
+        )
     )
     checks.append(_weights_check(f"weights after step {last}", reference, ranks, tolerance.weights))
     return checks
@@ -235,7 +244,10 @@ def ingredients(config: Config) -> dict[str, tuple[Config, int]]:
 
 
 def _no_pipeline() -> dict:
-    return {"balance": "uniform", "virtual_stages": None}
+    return {
+        key: Parallel.model_fields[key].default
+        for key in ("schedule", "schedule_microbatches", "balance", "virtual_stages")
+    }
 
 
 def _world_size(config: Config) -> int:

@@ -14,6 +14,14 @@ from trainer.observe import Observed, observe
 CPU = torch.device("cpu")
 
 
+def as_tensors(seen: Observed) -> Observed:
+    """The opposite of ``numpy_tensors``."""
+    tensors = {kind: value for kind, value in vars(seen).items() if isinstance(value, dict)}
+    return dataclasses.replace(
+        seen, **{kind: {name: torch.from_numpy(v) for name, v in value.items()} for kind, value in tensors.items()}
+    )
+
+
 def as_numpy(tensors: dict[str, torch.Tensor]) -> dict:
     return {name: tensor.numpy() for name, tensor in tensors.items()}  # pickled by value
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.dist.draws import SCHEDULES
 from tests.dist.parity import check_parity
 
 LAYOUTS = {
@@ -28,15 +29,52 @@ def test_one_rank_is_the_reference(ranks):
     check_parity(ranks, 1)
 
 
-@pytest.mark.parametrize(
-    "schedule", ["GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-)
-def test_schedule(ranks, schedule):
-    check_parity(ranks, 4, parallel__pp=2, parallel__schedule=schedule, training__micro_batch_size=1)
+PIPELINES = {
+    "pp2": (2, dict(parallel__pp=2)),
+    "pp4": (4, dict(parallel__pp=4, model__n_layers=9)),
+    "pp2_dp2_tp2": (8, dict(parallel__pp=2, parallel__tp=2)),
+}
 
 
-def test_interleaved_with_tp_and_dp(ranks):
-    check_parity(ranks, 8, parallel__pp=2, parallel__tp=2, parallel__schedule="Interleaved1F1B")
+@pytest.mark.parametrize("layout", PIPELINES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedule(ranks, schedule, layout):
+    world_size, overrides = PIPELINES[layout]
+    check_parity(
+        ranks, world_size, n_steps=3, mask="unequal", parallel__schedule=schedule, training__micro_batch_size=1,
+        training__global_batch_size=16 if world_size == 8 else 8, **overrides,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_accumulation_outside_the_pipeline(ranks, schedule):
+    """Three runs of the schedule a step, 4 micro-batches each, on 2 data ranks."""
+    check_parity(
+        ranks, 4, n_steps=3, mask="unequal", parallel__pp=2, parallel__schedule=schedule,
+        parallel__schedule_microbatches=4, training__global_batch_size=24, training__micro_batch_size=1,
+    )  # fmt: skip
+
+
+WRITTEN = {
+    # Stages 0 1 1 0, blank lines and idle cells.
+    "v": "0F0,0F1,3F0,3B0,3F1,3B1,,0B0,0B1\n\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1\n",
+    # Three stages here and one there, the backward split for some micro-batches only.
+    "three_and_one": "0F0,1F0,2F0,0F1,1F1,2F1,2I0,2W0,1B0,0B0,2B1,1B1,0B1\n3F0,3B0,3F1,3I1,3W1\n",
+    # The last rank comes first.
+    "reversed": "1F0,1B0,1F1,1B1\n0F0,0F1,0B0,0B1\n",
+    "overlapped": "0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,2F0,(1F1;2B0)OVERLAP_F_B,2F1,1B0,2B1,1B1\n",
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_schedule_from_a_file(ranks, tmp_path, name, tied):
+    path = tmp_path / f"{name}.csv"
+    path.write_text(WRITTEN[name])
+    check_parity(
+        ranks, 4, n_steps=3, parallel__pp=2, parallel__schedule=f'"{path}"', training__global_batch_size=4,
+        training__micro_batch_size=1, model__tie_embeddings=tied,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("world_size, micro_batch_size", [(1, 8), (1, 2), (2, 4), (2, 1)])

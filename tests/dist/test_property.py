@@ -24,5 +24,6 @@ def test_draws_are_distinct_and_cover_every_axis_and_schedule():
     text = " ".join(" ".join(row.values()) for row in draws)
     for word in ("pp4", "tp4", "dp_replicate2", "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
                  "ZBVZeroBubble", "DualPipeV", "tie_embeddings", "qk_norm", "no sequence_parallel",
+                 "replicate_kv_heads", "in 2 runs",
                  "full recompute", "selective recompute", "compile", "empty_rows"):  # fmt: skip
         assert word in text, word

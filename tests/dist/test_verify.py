@@ -1,11 +1,10 @@
 """``verify`` passes what is right, and finds and blames what is wrong."""
 
-import dataclasses
 import json
 
 import pytest
-import torch
 
+from tests.dist.parity import as_tensors
 from tests.dist.planted_faults import FAULTS, observe_with
 from tests.dist.test_command import run
 from tests.tiny import tiny_config
@@ -33,12 +32,7 @@ def verdict_of(ranks, config, world_size, fault=None):
             seen = ranks(world_size, observe_with, config, world_size, 2, fault)
         except AssertionError as error:  # the pool's way to say that a rank raised
             raise RuntimeError(str(error)) from None
-        return [
-            dataclasses.replace(
-                rank, **{k: {n: torch.from_numpy(t) for n, t in v.items()} for k, v in vars(rank).items() if isinstance(v, dict)}
-            )
-            for rank in seen
-        ]
+        return [as_tensors(rank) for rank in seen]
 
     return verify(config, world_size, observe, "float32")
 

@@ -9,7 +9,7 @@ from models.decoder import Decoder
 from parallelize.apply import resolve_plan
 from parallelize.pipeline import split_stage
 from parallelize.plan import decoder_plan, resolve
-from parallelize.schedules import balance_uniform, stages_of_rank
+from parallelize.schedules import balance_uniform, schedule_of
 from trainer.build import build_meta_parts
 from trainer.config_load import CONFIG_DIR, load_config
 from trainer.config_rules import layout_needs, resolve_config
@@ -88,12 +88,10 @@ def test_b59_every_layer_is_placed_exactly_once(n_layers, n_stages):
         )
 
 
-@pytest.mark.parametrize("v_shaped", [False, True])
 @pytest.mark.parametrize("pp", [2, 4])
-def test_every_stage_has_one_rank(pp, v_shaped):
-    stages = [stages_of_rank(rank, pp, 2 * pp, v_shaped) for rank in range(pp)]
-    assert sorted(sum(stages, ())) == list(range(2 * pp))
-    assert stages[0] == ((0, 2 * pp - 1) if v_shaped else (0, pp))
+def test_stages_are_placed_in_a_loop_or_in_a_v(pp):
+    assert schedule_of("LoopedBFS").stage_ranks(pp, 3 * pp) == tuple(range(pp)) * 3
+    assert schedule_of("DualPipeV").stage_ranks(pp, 2 * pp) == (*range(pp), *range(pp - 1, -1, -1))
 
 
 def test_torch_still_misplaces_vocabularies_sharded_unevenly_twice():
