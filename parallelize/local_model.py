@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from parallelize.mesh import Mesh
 from parallelize.plan import Plan
@@ -26,6 +27,13 @@ class LocalModel:
     named: dict[str, nn.Parameter]
     copies: dict[str, nn.Parameter]
     tied: tuple[TiedWeight, ...]
+
+    def free_gathered(self) -> None:
+        """Free the parameters that a forward without a backward has left gathered."""
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
 
 def original_names(plan: Plan) -> dict[str, str]:

@@ -143,9 +143,9 @@ def _check_order(rows: list[list[Action]], n_stages: int) -> None:
                 done.add(row[position[rank]])
                 position[rank] += 1
                 moved = True
-    for rank, row in enumerate(rows):
-        if position[rank] < len(row):
-            raise ValueError(f"row {rank + 1} never gets to {row[position[rank]]}: what it needs comes later, or never")
+    stuck = [f"row {rank + 1} before {row[at]}" for rank, (row, at) in enumerate(zip(rows, position)) if at < len(row)]
+    if stuck:
+        raise ValueError(f"the ranks wait for each other forever: {', '.join(stuck)}")
 
 
 def _ready(action: Action, done: set[Action], n_stages: int) -> bool:

@@ -19,7 +19,7 @@ from trainer.config import Config
 from trainer.config_rules import Resolved
 from trainer.loss import TokenLoss
 from trainer.optimizer import build_optimizer
-from trainer.step import TrainStep, run_in_turn
+from trainer.step import InTurn, TrainStep
 
 
 def compute_dtype(config: Config, device_type: str) -> str:
@@ -96,14 +96,14 @@ def build_train_step(resolved: Resolved, model: LocalModel, mesh: Mesh, device: 
     )
     loss_fn = TokenLoss()
     if layout.pp == 1:
-        run = run_in_turn(model.parts[0], loss_fn, config.training.micro_batch_size)
+        micro_batches = InTurn(model.parts[0], loss_fn, config.training.micro_batch_size)
     else:
-        run = Pipeline(
+        micro_batches = Pipeline(
             model.parts, model.stage_indices, len(resolved.layers_per_stage), config.parallel.schedule,
             resolved.n_microbatches, resolved.n_schedule_runs, mesh, device, loss_fn,
-        ).forward_backward  # fmt: skip
+        )  # fmt: skip
     sharded_logits = layout.tp > 1 and config.parallel.loss_parallel
     return TrainStep(
-        run, loss_fn, model, optimizer, layout, config.training.max_grad_norm,
+        micro_batches, loss_fn, model, optimizer, layout, config.training.max_grad_norm,
         loss_context=loss_parallel if sharded_logits else contextlib.nullcontext,
     )  # fmt: skip

@@ -1,8 +1,9 @@
-"""One optimizer step: all micro-batches, one norm, one clip, one update."""
+"""One optimizer step: all micro-batches, one norm, one clip, one update. And the same loss without a step."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,21 +14,36 @@ from parallelize.local_model import LocalModel
 from parallelize.mesh import sum_over_ranks
 from trainer.loss import TokenLoss, count_valid
 
-RunMicroBatches = Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]
+
+class MicroBatches(Protocol):
+    """Runs tokens and labels [sequences, S], cut into micro-batches; their losses where the last stage is, else []."""
+
+    def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]: ...
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]: ...
 
 
-def run_in_turn(part: nn.Module, loss_fn: Callable, micro_batch_size: int) -> RunMicroBatches:
-    """Micro-batches one after another on the whole model: the counterpart of a pipeline schedule."""
+class InTurn:
+    """Micro-batches one after another on the whole model: the counterpart of ``parallelize.pipeline.Pipeline``."""
 
-    def run(tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+    def __init__(self, part: nn.Module, loss_fn: Callable, micro_batch_size: int):
+        self.part = part
+        self.loss_fn = loss_fn
+        self.micro_batch_size = micro_batch_size
+
+    def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
         losses = []
-        for inputs, targets in zip(tokens.split(micro_batch_size), labels.split(micro_batch_size)):
-            loss = loss_fn(part(inputs), targets)
+        for inputs, targets in self._cut(tokens, labels):
+            loss = self.loss_fn(self.part(inputs), targets)
             loss.backward()
             losses.append(loss.detach())
         return losses
 
-    return run
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+        return [self.loss_fn(self.part(inputs), targets) for inputs, targets in self._cut(tokens, labels)]
+
+    def _cut(self, tokens: torch.Tensor, labels: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(tokens.split(self.micro_batch_size), labels.split(self.micro_batch_size))
 
 
 @dataclass(frozen=True)
@@ -70,7 +86,7 @@ class TrainStep:
 
     def __init__(
         self,
-        run_micro_batches: RunMicroBatches,
+        micro_batches: MicroBatches,
         loss_fn: TokenLoss,
         model: LocalModel,
         optimizer: torch.optim.Optimizer,
@@ -78,8 +94,9 @@ class TrainStep:
         max_grad_norm: float,
         loss_context: Callable = contextlib.nullcontext,
     ):
-        self.run_micro_batches = run_micro_batches
+        self.micro_batches = micro_batches
         self.loss_fn = loss_fn
+        self.model = model
         self.parameters = list(model.named.values())
         self.copies = list(model.copies.values())
         self.tied = model.tied
@@ -99,12 +116,10 @@ class TrainStep:
         copies = self.layout.pp * self.layout.tp
         self.loss_fn.n_tokens = sum_over_ranks(count_valid(labels)) // copies
         with self.loss_context():
-            losses = self.run_micro_batches(tokens, labels)
+            losses = self.micro_batches.forward_backward(tokens, labels)
         for weight in self.tied:
             weight.sum_gradients()
-        if not losses:  # a pipeline rank without the last stage
-            return torch.zeros((), device=labels.device)
-        return torch.stack([loss.detach() for loss in losses]).sum()
+        return _sum_of(losses, labels.device)
 
     def total_and_clip(self, loss_share: torch.Tensor, stop_requested: bool) -> tuple[torch.Tensor, ...]:
         """Total loss, gradient norm and stop votes over all ranks, in one reduction; clip once by the norm."""
@@ -132,3 +147,28 @@ class TrainStep:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return skipped
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, int]:
+        """Loss without training: (mean over the valid tokens of all batches and ranks, their number).
+
+        The same on every rank; 0 without a valid token. ``batches``: tokens and labels of this data rank, int64
+        [sequences, S], as many on every rank, in the step's shape. Changes no state that training sees.
+        """
+        layout, totals = self.layout, None
+        for tokens, labels in batches:
+            self.loss_fn.n_tokens = torch.ones((), dtype=torch.int64, device=labels.device)  # sums, not means
+            with self.loss_context():
+                losses = self.micro_batches.forward(tokens, labels)
+            loss_sum = _sum_of(losses, labels.device).double() / layout.tp
+            share = torch.stack((loss_sum, count_valid(labels).double() / (layout.pp * layout.tp)))
+            totals = share if totals is None else totals + share
+        self.model.free_gathered()
+        loss_sum, n_tokens = (0.0, 0.0) if totals is None else sum_over_ranks(totals).tolist()
+        return loss_sum / max(n_tokens, 1), round(n_tokens)
+
+
+def _sum_of(losses: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not losses:  # a pipeline rank without the last stage
+        return torch.zeros((), device=device)
+    return torch.stack([loss.detach() for loss in losses]).sum()

@@ -53,7 +53,7 @@ def test_recompute_computes_again(ranks):
 
 def schedule_name(config, world_size) -> str:
     _, _, _, step = built(config, world_size)
-    return type(step.run_micro_batches.__self__.schedule).__name__
+    return type(step.micro_batches.schedule).__name__
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import FAMILIES
 from models.decoder import Decoder
@@ -84,6 +87,42 @@ def test_slices_are_slices_of_one_full_draw():
         part = draw_slice(0, "w", 0.02, shape, start, stop)
         assert torch.equal(part, full[start[0] : stop[0], start[1] : stop[1]])
     assert full.std().item() == pytest.approx(0.02, rel=0.02) and abs(full.mean().item()) < 1e-4
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made under it hold at any moment."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self.seen = weakref.WeakSet()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        storage = out.untyped_storage() if isinstance(out, torch.Tensor) else None
+        if storage is not None and storage not in self.seen:
+            self.seen.add(storage)
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self._free, storage.nbytes())
+            self.peak = max(self.peak, self.live)
+        return out
+
+    def _free(self, n_bytes: int) -> None:
+        self.live -= n_bytes
+
+
+@pytest.mark.parametrize(
+    "start, stop",
+    [((0, 0), (200_000, 64)), ((60_000, 0), (70_000, 64)), ((0, 32), (200_000, 48))],
+    ids=["all", "rows", "columns"],
+)
+def test_drawing_a_slice_never_holds_the_whole(start, stop):
+    """51 MB of parameter in blocks of 16 MiB: at most the slice and two blocks (numbers, and clamped)."""
+    shape = (200_000, 64)
+    with LiveBytes() as memory:
+        part = draw_slice(0, "w", 0.02, shape, start, stop)
+    own, block = part.untyped_storage().nbytes(), 1 << 24
+    assert own <= memory.peak <= own + 2 * block
 
 
 def test_b22_b23_draws_differ_by_name_row_and_seed():

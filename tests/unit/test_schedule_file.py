@@ -45,8 +45,8 @@ def test_a_schedule_of_torch_written_to_a_file_is_itself(tmp_path, name, pp):
         ("0F0,0B0\n2F0,2B0\n", "stage 1 has no action, but there is a stage 2"),
         ("0F0,0B0,1F0\n1B0\n", "stage 1 is in row 1 and in row 2"),
         ("0F0,1F0,1B0,0B0\n2F0,2B0\n", "3 stages in 2 rows"),
-        ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "never gets to 0B0"),
-        ("0B0,0F0\n1F0,1B0\n", "row 1 never gets to 0B0"),
+        ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "wait for each other forever: row 1 before 0B0, row 2 before 1F1"),
+        ("0B0,0F0\n1F0,1B0\n", "row 1 before 0B0"),
         ("0F0,(0B0;0F1)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n", "must pair a forward with a full backward"),
     ],
 )

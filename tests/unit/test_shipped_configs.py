@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 from models import FAMILIES
 from models.decoder import Decoder
@@ -92,6 +93,14 @@ def test_b59_every_layer_is_placed_exactly_once(n_layers, n_stages):
 def test_stages_are_placed_in_a_loop_or_in_a_v(pp):
     assert schedule_of("LoopedBFS").stage_ranks(pp, 3 * pp) == tuple(range(pp)) * 3
     assert schedule_of("DualPipeV").stage_ranks(pp, 2 * pp) == (*range(pp), *range(pp - 1, -1, -1))
+
+
+def test_torch_still_wants_gradients_of_a_forward_only_pipeline():
+    """Once this fails, ``Stage`` in parallelize/pipeline.py can go."""
+    stage = object.__new__(PipelineStage)
+    stage.has_backward = False
+    with pytest.raises(AssertionError, match="doesn't have backward"):
+        stage.get_local_bwd_output(0)
 
 
 def test_torch_still_misplaces_vocabularies_sharded_unevenly_twice():
