@@ -1,5 +1,5 @@
 """WHAT is computed: the decoder and its named sizes. Imports nothing but torch."""
 
-from models import llama
+from models import llama, qwen
 
-FAMILIES = {"llama": llama.SIZES}
+FAMILIES = {"llama": llama.SIZES, "qwen": qwen.SIZES}

@@ -4,25 +4,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretch of the rotary frequencies to longer contexts.
-
-    Frequencies whose wavelength exceeds ``original_max_position / low_freq_factor`` positions are
-    divided by ``factor``; those below ``original_max_position / high_freq_factor`` are kept; between
-    the two the scale is interpolated.
-    """
-
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-
-@dataclass(frozen=True)
 class DecoderConfig:
     """Architecture of a decoder-only transformer of the Llama family.
 
-    ``head_dim`` None means ``dim // n_heads``. Raises ``ValueError`` that lists every contradiction.
+    ``head_dim`` None means ``dim // n_heads``. ``rope_factor`` above 1 stretches the rotary frequencies to longer
+    contexts as Llama 3.1 does: those whose wavelength exceeds ``rope_original_positions / rope_low_freq_factor``
+    positions are divided by it, those below ``rope_original_positions / rope_high_freq_factor`` are kept, and between
+    the two the scale is interpolated. Raises ``ValueError`` that lists every contradiction.
     """
 
     dim: int
@@ -34,7 +22,10 @@ class DecoderConfig:
     head_dim: int | None = None
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_positions: int = 8192
     tie_embeddings: bool = False
     qkv_bias: bool = False  # Qwen2
     wo_bias: bool = False  # with qkv_bias, Hugging Face's attention_bias of Llama
@@ -61,6 +52,11 @@ class DecoderConfig:
                 )
             if self.head_dim % 2:
                 problems.append(f"head_dim = {self.head_dim} is odd: rotary embedding turns pairs of channels")
+            if self.rope_low_freq_factor >= self.rope_high_freq_factor:
+                problems.append(
+                    f"rope_low_freq_factor = {self.rope_low_freq_factor} must be below "
+                    f"rope_high_freq_factor = {self.rope_high_freq_factor}"
+                )
         if problems:
             raise ValueError("; ".join(problems))
 

@@ -7,22 +7,20 @@ import math
 
 import torch
 
-from models.decoder_config import DecoderConfig, RopeScaling
+from models.decoder_config import DecoderConfig
 
 
 def rotary_frequencies(config: DecoderConfig) -> torch.Tensor:
     """Angle per position of each channel pair: fp32 [E/2], in radians."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
-    return frequencies if config.rope_scaling is None else _scaled(frequencies, config.rope_scaling)
-
-
-def _scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    if config.rope_factor == 1:
+        return frequencies
     wavelengths = 2 * math.pi / frequencies
-    turns = scaling.original_max_position / wavelengths  # full turns within the original context
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    turns = config.rope_original_positions / wavelengths  # full turns within the original context
+    kept = (turns - config.rope_low_freq_factor) / (config.rope_high_freq_factor - config.rope_low_freq_factor)
     kept = kept.clamp(0.0, 1.0)  # 0: divide by the factor; 1: leave alone
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    return (1 - kept) * frequencies / config.rope_factor + kept * frequencies
 
 
 def rotary_table(config: DecoderConfig, n_positions: int) -> torch.Tensor:

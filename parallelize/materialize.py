@@ -30,12 +30,12 @@ def materialize(part: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def fill_parameters(part: nn.Module, draw: Callable[..., torch.Tensor]) -> None:
-    """Set each parameter from ``draw(name, shape, start, stop)``, which returns its slice in fp32.
+def fill_parameters(part: nn.Module, initial_value: Callable[..., torch.Tensor]) -> None:
+    """Set each parameter from ``initial_value(name, shape, start, stop)``, which returns its slice on the CPU.
 
     ``shape`` is the parameter's global shape. Never holds more than one slice beside the parameters.
     """
     for name, parameter in named_parameters(part):
         start, stop = local_slice(parameter)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.copy_(draw(name, tuple(parameter.shape), start, stop))
+        local.copy_(initial_value(name, tuple(parameter.shape), start, stop))

@@ -58,11 +58,29 @@ def _run_actions(cells: Sequence[Sequence[str]], stages: list[PipelineStage], op
 
 
 class Stage(PipelineStage):
-    """A ``PipelineStage`` that also runs forward only where its neighbour is on the same rank.
+    """A ``PipelineStage`` that can run forward only, in the memory of one micro-batch.
 
-    Torch 2.13's runtime hands such a neighbour its gradient even when there is no backward, and raises. A test
-    fails once it no longer does.
+    In torch 2.13 one keeps every micro-batch's output (logits, on the last stage) for the backward that is not to
+    come; and where its neighbour is on the same rank the runtime hands that one a gradient even so, and raises.
+    A test fails once it no longer does.
     """
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.has_backward and (self.is_last or self._next_is_here):
+            self.fwd_cache.pop(fwd_chunk_id)
+        return output
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int):
+        if self.has_backward:
+            return super().get_fwd_send_ops(fwd_chunk_id)
+        operations = super().get_fwd_send_ops(fwd_chunk_id) if fwd_chunk_id in self.fwd_cache else []
+        self.fwd_cache.pop(fwd_chunk_id, None)
+        return operations
+
+    @property
+    def _next_is_here(self) -> bool:
+        return self.stage_index_to_group_rank[self.stage_index + 1] == self.group_rank
 
     def get_local_bwd_output(self, mb_index: int):
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
@@ -92,14 +110,14 @@ class Pipeline:
         device: torch.device,
         loss_fn: Callable,
     ):
-        stages = [
+        self.stages = [
             Stage(part, index, n_stages, device, group=mesh.axis("pp").get_group())
             for part, index in zip(parts, stage_indices)
         ]
         self.has_first = 0 in stage_indices
         self.has_last = n_stages - 1 in stage_indices
         self.n_runs = n_runs
-        self.schedule = make_schedule(schedule, stages, n_microbatches // n_runs, loss_fn)
+        self.schedule = make_schedule(schedule, self.stages, n_microbatches // n_runs, loss_fn)
 
     def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
         """Run tokens and labels [sequences, S], cut into micro-batches; their losses on the last stage, else []."""

@@ -10,6 +10,11 @@ from trainer.config_load import key_help, load_config, split_overrides
 from trainer.errors import EXIT_BAD_INPUT, UserError
 from trainer.signals import StopRequest
 
+_NPROC = {"metavar": "N", "type": int, "help": "processes (default: its GPUs, else what the layout needs)"}
+_JSON = {"action": "store_true", "help": "print the result as JSON"}
+_CHECKPOINT = {"metavar": "STEP_DIR", "help": "a checkpoint folder, such as outputs/debug/checkpoints/step-00000100"}
+_HF = {"metavar": "DIR", "help": "a Hugging Face directory"}
+
 
 def train(options, overrides) -> int:
     stop = StopRequest()  # before torch loads, so that Ctrl-C is never a traceback
@@ -25,38 +30,117 @@ def verify(options, overrides) -> int:
     return verify_command.main(options, load_config(options.config, overrides))
 
 
+def evaluate(options, overrides) -> int:
+    from trainer import evaluate
+
+    return evaluate.main(options, load_config(options.config, overrides))
+
+
+def sample(options, overrides) -> int:
+    _no_keys("sample", overrides)
+    from trainer import sample
+
+    return sample.main(options)
+
+
+def import_hf(options, overrides) -> int:
+    _no_keys("import-hf", overrides)
+    from trainer import hf_export
+
+    return hf_export.import_command(options)
+
+
+def export_hf(options, overrides) -> int:
+    if options.config is None:
+        _no_keys("export-hf without --config", overrides)
+    config = load_config(options.config, overrides) if options.config else None
+    from trainer import hf_export
+
+    return hf_export.export_command(options, config)
+
+
 def schema(options, overrides) -> int:
-    if overrides:
-        raise UserError(f"schema takes no configuration keys ({overrides[0].shown})")
+    _no_keys("schema", overrides)
     print(json.dumps(Config.model_json_schema(), indent=1))
     return 0
 
 
+def _no_keys(command: str, overrides) -> None:
+    if overrides:
+        raise UserError(f"{command} takes no configuration keys ({overrides[0].shown})")
+
+
+# name: (function, what it does, its own arguments, whether it takes a config)
 COMMANDS = {
-    train: "train as this one process, or as one rank under torchrun (./run_train.sh starts them all)",
-    verify: "show that a config gives the same numbers at its layout as on one process",
-    schema: "print the JSON schema of the configuration, for editors",
-}
+    "train": (train, "train as this one process, or as one rank under torchrun (./run_train.sh starts them all)", {}, True),
+    "evaluate": (
+        evaluate,
+        "the loss of a model on the config's data, in file order, at the config's layout",
+        {
+            "--checkpoint": _CHECKPOINT | {"help": "weights to evaluate (default: the config's initial weights)"},
+            "--batches": {"metavar": "K", "type": int, "help": "global batches to read (default: all of the data once)"},
+            "--nproc": _NPROC,
+            "--json": _JSON,
+        },
+        True,
+    ),
+    "sample": (
+        sample,
+        "continue a prompt with a model, greedily: a quick look",
+        {
+            "--checkpoint": _CHECKPOINT,
+            "--hf": _HF,
+            "--prompt": {"metavar": "TEXT", "required": True, "help": "the text to continue"},
+            "--tokens": {"metavar": "K", "type": int, "default": 50, "help": "tokens to add at most (default 50)"},
+        },
+        False,
+    ),
+    "import-hf": (
+        import_hf,
+        "write a Hugging Face directory as a checkpoint that any layout can start from (checkpoint.init_from)",
+        {
+            "--hf": _HF | {"required": True},
+            "--out": {"metavar": "DIR", "required": True, "help": "the checkpoint folder to write"},
+        },
+        False,
+    ),
+    "export-hf": (
+        export_hf,
+        "write a checkpoint as a Hugging Face directory",
+        {
+            "--checkpoint": _CHECKPOINT | {"help": "what to export (default: the newest checkpoint of --config)"},
+            "--out": {"metavar": "DIR", "required": True, "help": "the directory to write"},
+            "--dtype": {"choices": ["float32", "bfloat16", "float16"], "help": "of the files (default: as stored)"},
+            "--max-shard-gb": {"metavar": "X", "type": float, "default": 5.0, "help": "size of a file in GB (default 5)"},
+        },
+        True,
+    ),
+    "verify": (
+        verify,
+        "show that a config gives the same numbers at its layout as on one process",
+        {
+            "--nproc": _NPROC,
+            "--steps": {"metavar": "K", "type": int, "default": 3, "help": "optimizer steps to compare (default 3)"},
+            "--json": _JSON,
+        },
+        True,
+    ),
+    "schema": (schema, "print the JSON schema of the configuration, for editors", {}, False),
+}  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer", allow_abbrev=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for function, text in COMMANDS.items():
+    for name, (function, text, arguments, takes_config) in COMMANDS.items():
         command = commands.add_parser(
-            function.__name__, help=text, description=text, allow_abbrev=False,
+            name, help=text, description=text, allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         command.set_defaults(run=function)
-        if function is verify:
-            command.add_argument(
-                "--nproc", metavar="N", type=int, help="processes (default: its GPUs, else what the layout needs)"
-            )
-            command.add_argument(
-                "--steps", metavar="K", type=int, default=3, help="optimizer steps to compare (default 3)"
-            )
-            command.add_argument("--json", action="store_true", help="print the result as JSON")
-        if function is not schema:
+        for flag, settings in arguments.items():
+            command.add_argument(flag, **settings)
+        if takes_config:
             command.add_argument(
                 "--config", metavar="C", help="a TOML file, or a name from train_configs/ (default: all defaults)"
             )

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from models.decoder import Decoder
+from models.decoder_config import DecoderConfig
 from models.initialize import draw_slice, initial_std
 from parallelize.apply import ResolvedPlan, Treatment, parallelize_part, resolve_plan
 from parallelize.fsdp import Precision
@@ -17,8 +18,10 @@ from parallelize.pipeline import Pipeline, split_stage
 from parallelize.plan import decoder_plan
 from trainer.config import Config
 from trainer.config_rules import Resolved
+from trainer.hf_directory import HfWeights
 from trainer.loss import TokenLoss
 from trainer.optimizer import build_optimizer
+from trainer.rank import on_main_rank
 from trainer.step import InTurn, TrainStep
 
 
@@ -62,23 +65,35 @@ def build_meta_parts(resolved: Resolved, stage_indices: tuple[int, ...]) -> tupl
     return parts, resolve_plan(whole, plan)
 
 
-def build_model(resolved: Resolved, mesh: Mesh, device: torch.device) -> LocalModel:
-    """Build on meta, split, parallelize, allocate this rank's shards and initialise them."""
+def build_model(resolved: Resolved, mesh: Mesh, device: torch.device, initialise: bool = True) -> LocalModel:
+    """Build on meta, split, parallelize, allocate this rank's shards and initialise them.
+
+    Initial values come from the Hugging Face directory, if the config names one, else they are drawn.
+    ``initialise`` False leaves them as the memory was, for a checkpoint to fill.
+    """
     config, architecture = resolved.config, resolved.architecture
     indices = tuple(stage for stage, rank in enumerate(resolved.stage_ranks) if rank == mesh.index("pp"))
     parts, resolved_plan = build_meta_parts(resolved, indices)
     treatment = treatment_of(config, device.type)
     originals = original_names(resolved_plan.plan)
 
-    def draw(name, shape, start, stop):
+    weights = None
+    if config.model.hf_path and initialise:
+        weights = HfWeights(config.model.hf_path)
+        on_main_rank(weights.check, parameter_shapes(architecture), architecture.tie_embeddings)
+
+    def initial_value(name, shape, start, stop):
         name = originals.get(name, name)
+        if weights is not None:
+            return weights.read(name, shape, start, stop)
         return draw_slice(config.job.seed, name, initial_std(architecture, name), shape, start, stop)
 
     for part in parts:
         parallelize_part(part, resolved_plan, mesh, treatment)
         materialize(part, device)
         part.rebuild_buffers(device)
-        fill_parameters(part, draw)
+        if initialise:
+            fill_parameters(part, initial_value)
     ends = resolved.stage_ranks[0], resolved.stage_ranks[-1]
     return collect(parts, indices, resolved_plan.plan, mesh, ends)
 
@@ -107,3 +122,10 @@ def build_train_step(resolved: Resolved, model: LocalModel, mesh: Mesh, device: 
         micro_batches, loss_fn, model, optimizer, layout, config.training.max_grad_norm,
         loss_context=loss_parallel if sharded_logits else contextlib.nullcontext,
     )  # fmt: skip
+
+
+def parameter_shapes(architecture: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter of the whole model, a tied one once."""
+    with torch.device("meta"):
+        model = Decoder(architecture, n_positions=1)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -4,10 +4,13 @@ A folder ``checkpoints/step-00000100`` holds model and optimizer by parameter na
 rank, and ``trainer_state.json``. It is written under a temporary name and renamed last.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -86,12 +89,44 @@ def read_state(folder: Path) -> dict:
         raise _damaged(folder, error) from None
 
 
-def _stored_tensors(folder: Path) -> dict:
+def stored_tensors(folder: Path) -> dict:
     """Name -> size and dtype of every tensor in a checkpoint."""
     try:
         return dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     except Exception as error:  # whatever unpickling a damaged file raises
         raise _damaged(folder, error) from None
+
+
+@contextlib.contextmanager
+def _on_this_process_alone() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write the tensors of a checkpoint from this process alone."""
+    with _on_this_process_alone():
+        dcp.save(tensors, checkpoint_id=str(folder), no_dist=True)
+
+
+def read_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill ``tensors``, by name in the checkpoint, on this process alone. dtypes are converted."""
+    try:
+        with _on_this_process_alone():
+            dcp.load(tensors, checkpoint_id=str(folder), no_dist=True)
+    except CheckpointException as error:
+        raise _damaged(folder, next(iter(error.failures.values()))[0]) from None
+
+
+def finish_checkpoint(partial: Path, final: Path, **state) -> None:
+    """Write ``trainer_state.json`` into a folder whose tensors are complete, and give the folder its name."""
+    with (partial / STATE_FILE).open("w", encoding="utf-8") as file:
+        json.dump(state | {"torch": torch.__version__}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())  # DCP does the same with its files
+    _remove(final)  # only ever one that was not complete
+    os.rename(partial, final)
 
 
 def _remove(folder: Path) -> None:
@@ -123,6 +158,8 @@ def check_same_run(folder: Path, config: Config) -> None:
     """Raise ``UserError`` if the checkpoint is of another run: other model, data, seed or batch."""
     saved = read_state(folder)["config"]
     now = json.loads(config.model_dump_json())
+    for tables in (saved, now):
+        tables["model"].pop("hf_path", None)  # read at the start alone: the directory may have moved
     problems = []
     for key in _IDENTITY:
         section, _, name = key.partition(".")
@@ -161,20 +198,15 @@ class Checkpointer:
         dist.barrier()
         dcp.save(self._tensors(), checkpoint_id=str(partial))
         if dist.get_rank() == 0:
-            state = {
-                "step": step,
-                "skipped_steps": skipped_steps,
-                "samples_seen": step * self.config["training"]["global_batch_size"],
-                "world_size": dist.get_world_size(),
-                "torch": torch.__version__,
-                "config": self.config,
-            }
-            with (partial / STATE_FILE).open("w", encoding="utf-8") as file:
-                json.dump(state, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())  # DCP does the same with its files
-            _remove(final)  # only ever one that was not complete
-            os.rename(partial, final)
+            finish_checkpoint(
+                partial,
+                final,
+                step=step,
+                skipped_steps=skipped_steps,
+                samples_seen=step * self.config["training"]["global_batch_size"],
+                world_size=dist.get_world_size(),
+                config=self.config,
+            )
             if self.keep_latest:
                 for old in complete_checkpoints(self.root)[: -self.keep_latest]:
                     _remove(old)
@@ -189,24 +221,41 @@ class Checkpointer:
         create_state(self.optimizer)
         tensors = self._tensors()
         state = read_state(folder)
-        stored = on_main_rank(_stored_tensors, folder)
+        stored = on_main_rank(stored_tensors, folder)
         generators = {name for name in tensors if name.startswith("rng.")}
         self._check_keys(folder, {name: t for name, t in tensors.items() if name not in generators}, stored)
         if not generators <= stored.keys():  # more ranks than before: the new ones keep their own state
             tensors = {name: tensor for name, tensor in tensors.items() if name not in generators}
             generators = set()
-        try:
-            dcp.load(tensors, checkpoint_id=str(folder))
-        except CheckpointException as error:  # of all ranks, on all ranks
-            raise _damaged(folder, next(iter(error.failures.values()))[0]) from None
+        self._read(folder, tensors)
         for name in generators:
             _set_rng_state(name, tensors[name])
         for name, parameter in self.followers.items():
             _copy_parameter(self.named[name], parameter, self.optimizer)
         return state
 
+    def load_weights(self, folder: Path) -> None:
+        """Read the weights alone, converting their dtype: how a new run starts from a checkpoint of another."""
+        read_state(folder)
+        tensors = self._weights()
+        stored = on_main_rank(stored_tensors, folder)
+        self._check_keys(folder, tensors, {n: t for n, t in stored.items() if n.startswith("model.")}, any_dtype=True)
+        self._read(folder, tensors)
+        for name, parameter in self.followers.items():
+            _copy_parameter(self.named[name], parameter, self.optimizer)
+
+    @staticmethod
+    def _read(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        try:
+            dcp.load(tensors, checkpoint_id=str(folder))
+        except CheckpointException as error:  # of all ranks, on all ranks
+            raise _damaged(folder, next(iter(error.failures.values()))[0]) from None
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {f"model.{name}": parameter.detach() for name, parameter in self.named.items()}
+
     def _tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in self.named.items()}
+        tensors = self._weights()
         state = optimizer_tensors(self.optimizer, self.named)
         tensors |= {f"optimizer.{name}": tensor for name, tensor in state.items()}
         rank = dist.get_rank()
@@ -216,7 +265,7 @@ class Checkpointer:
         return tensors
 
     @staticmethod
-    def _check_keys(folder: Path, expected: dict[str, torch.Tensor], stored: dict) -> None:
+    def _check_keys(folder: Path, expected: dict[str, torch.Tensor], stored: dict, any_dtype: bool = False) -> None:
         # DCP itself ignores what is left over in the file and converts dtypes in silence. One rank knows
         # only its own stages, so what is left over is judged on the union over ranks.
         problems = []
@@ -227,7 +276,7 @@ class Checkpointer:
                 problems.append(
                     f"{folder}: {name} has shape {tuple(stored[name].size)}, the model {tuple(tensor.shape)}"
                 )
-            elif stored[name].properties.dtype != tensor.dtype:
+            elif not any_dtype and stored[name].properties.dtype != tensor.dtype:
                 problems.append(f"{folder}: {name} is {stored[name].properties.dtype}, the model's {tensor.dtype}")
         known: list = [None] * dist.get_world_size()
         dist.all_gather_object(known, (sorted(expected), problems))

@@ -34,8 +34,14 @@ class Job(Section):
 
 
 class Model(Section):
-    family: Literal["llama"] = Field("llama", description="model family")
+    family: Literal["llama", "qwen"] = Field("llama", description="model family")
     size: str = Field("debug", description="named size of the family; any key below overrides one of its numbers")
+    hf_path: str | None = Field(
+        None,
+        min_length=1,
+        description="a Hugging Face directory (config.json, safetensors) to take architecture and initial weights from, "
+        "instead of family and size",
+    )
     dim: Count | None = Field(None, description="width of the residual stream")
     n_layers: Count | None = Field(None, description="number of decoder blocks")
     n_heads: Count | None = Field(None, description="query heads")
@@ -45,6 +51,16 @@ class Model(Section):
     vocab_size: Count | None = Field(None, description="rows of the embedding; at least the tokenizer's ids")
     norm_eps: Positive | None = Field(None, description="epsilon of the norms")
     rope_theta: Positive | None = Field(None, description="base of the rotary frequencies")
+    rope_factor: Annotated[float, Field(ge=1)] | None = Field(
+        None, description="stretch of the rotary frequencies to longer contexts, as in Llama 3.1; 1: none"
+    )
+    rope_low_freq_factor: Positive | None = Field(
+        None, description="wavelengths above rope_original_positions / this are divided by rope_factor"
+    )
+    rope_high_freq_factor: Positive | None = Field(
+        None, description="wavelengths below rope_original_positions / this are kept"
+    )
+    rope_original_positions: Count | None = Field(None, description="context length before the stretch")
     tie_embeddings: bool | None = Field(None, description="one matrix for input embedding and output")
     qkv_bias: bool | None = Field(None, description="biases on the query, key and value projections")
     wo_bias: bool | None = Field(None, description="a bias on the attention's output projection")
@@ -58,10 +74,11 @@ class Data(Section):
     path: str | None = Field(
         None, description='a .txt or .jsonl file, or the same with .gz; jsonl lines are {"text": ...}'
     )
-    tokenizer: str = Field(
-        "bytes",
+    tokenizer: str | None = Field(
+        None,
         min_length=1,
-        description='"bytes", "smollm2" (bundled, 49,152 ids), or a tokenizer.json of Hugging Face',
+        description='"bytes", "smollm2" (bundled, 49,152 ids), or a tokenizer.json of Hugging Face or its folder '
+        '(default: model.hf_path, else "bytes")',
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="seed of the order of the rows")
     shuffle: bool = Field(True, description="draw a new order of the rows every epoch; false: in file order")
@@ -110,9 +127,9 @@ class Parallel(Section):
     cp: Count = Field(1, description="context parallel degree; only 1 for now")
     dp_shard: Count | Literal[-1] = Field(-1, description="FSDP2 degree; -1: all ranks that are left")
     dp_replicate: Count = Field(1, description="copies of the sharded model (HSDP)")
-    schedule: TorchSchedule | Annotated[str, Field(pattern=r"\.csv$")] = Field(
-        "1F1B", description="pipeline schedule: torch's name in any case, or a file (docs/parallelism.md)"
-    )
+    schedule: (
+        TorchSchedule | Annotated[str, Field(pattern=r"\.[cC][sS][vV]$", description="the path of a .csv file")]
+    ) = Field("1F1B", description="pipeline schedule: torch's name in any case, or a file (docs/parallelism.md)")
 
     @field_validator("schedule", mode="before")
     @classmethod
@@ -168,6 +185,16 @@ class Checkpoint(Section):
         "auto",
         min_length=1,
         description='"auto": the newest checkpoint of output_dir, if any; "never"; or a checkpoint folder',
+    )
+
+    init_from: str | None = Field(
+        None, min_length=1, description="a checkpoint folder whose weights, and nothing else, a new run starts from"
+    )
+    export_dir: str | None = Field(
+        None, min_length=1, description="after the last step, write the model here as a Hugging Face directory"
+    )
+    export_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16", description="of the files in export_dir"
     )
 
 

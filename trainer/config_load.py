@@ -65,7 +65,7 @@ def find_config(name_or_path: str) -> Path:
 def load_config(name_or_path: str | None, overrides: list[Override] = ()) -> Config:
     """Read, merge and validate. ``None`` means the defaults alone. Raises ``UserError`` listing every problem.
 
-    ``job.output_dir`` is always set in the result.
+    ``job.output_dir`` and ``data.tokenizer`` are always set in the result.
     """
     path = None if name_or_path is None else find_config(name_or_path)
     text = _read(path) if path else ""
@@ -84,6 +84,9 @@ def load_config(name_or_path: str | None, overrides: list[Override] = ()) -> Con
     if config.job.output_dir is None:
         job = config.job.model_copy(update={"output_dir": _default_output_dir(path, overrides)})
         config = config.model_copy(update={"job": job})
+    if config.data.tokenizer is None:
+        data = config.data.model_copy(update={"tokenizer": config.model.hf_path or "bytes"})
+        config = config.model_copy(update={"data": data})
     return config
 
 
@@ -114,6 +117,8 @@ def type_text(schema: dict) -> str:
     """A JSON schema as words: "an integer, at least 1"."""
     if "anyOf" in schema:
         return " or ".join(type_text(option) for option in schema["anyOf"] if option.get("type") != "null")
+    if "pattern" in schema:
+        return schema["description"]
     if "const" in schema or "enum" in schema:
         return " or ".join(_toml(choice) for choice in schema.get("enum", [schema.get("const")]))
     if schema["type"] == "array":
@@ -130,7 +135,6 @@ def type_text(schema: dict) -> str:
     words += f", above {above}" if above is not None else ""
     words += f", at most {high}" if high is not None else ""
     words += f", below {below}" if below is not None and below < 2**60 else ""
-    words += f" that matches {schema['pattern']}" if "pattern" in schema else ""
     return words + (", not empty" if schema.get("minLength") else "")
 
 

@@ -7,6 +7,7 @@ values, and a value that would work.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from models import FAMILIES
 from models.decoder_config import DecoderConfig
@@ -14,6 +15,9 @@ from parallelize.layout import Layout
 from parallelize.schedules import Schedule, ScheduleFile, balance_uniform, schedule_of
 from trainer.config import Config, Model, Parallel
 from trainer.errors import UserError
+from trainer.hf_directory import read_architecture
+
+_NOT_ARCHITECTURE = {"family", "size", "hf_path"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Resolved:
     def full_config(self, compute: str) -> Config:
         """The config with nothing left open: what a run writes down. ``compute``: the dtype that "auto" became."""
         config = self.config
-        model = {key: getattr(self.architecture, key) for key in Model.model_fields if key not in ("family", "size")}
+        model = architecture_keys(self.architecture)
         total_steps = config.lr_schedule.total_steps or config.training.steps
         filled = {
             "model": config.model.model_copy(update=model),
@@ -60,6 +64,11 @@ class Resolved:
         return self.config.training.global_batch_size * self.config.training.seq_len
 
 
+def architecture_keys(architecture: DecoderConfig) -> dict:
+    """The ``[model]`` keys that spell out an architecture."""
+    return {key: getattr(architecture, key) for key in Model.model_fields if key not in _NOT_ARCHITECTURE}
+
+
 def resolve_config(config: Config, world_size: int) -> Resolved:
     """Check ``config`` for ``world_size`` processes. Raises ``UserError`` with every problem found."""
     problems: list[str] = []
@@ -75,6 +84,7 @@ def resolve_config(config: Config, world_size: int) -> Resolved:
     layout = attempt(layout_of, config.parallel, world_size)
     problems += _lr_problems(config)
     problems += _data_problems(config)
+    problems += _start_problems(config)
     schedule = attempt(schedule_for, config.parallel)
     layers_per_stage = ()
     if layout is not None and schedule is not None:
@@ -91,12 +101,15 @@ def resolve_config(config: Config, world_size: int) -> Resolved:
 
 
 def architecture_of(model: Model) -> DecoderConfig:
-    """The named size with the section's overrides applied."""
+    """The named size, or the architecture of the Hugging Face directory, with the section's overrides applied."""
     sizes = FAMILIES[model.family]
-    if model.size not in sizes:
+    if model.hf_path is not None:
+        base = read_architecture(model.hf_path)
+    elif model.size in sizes:
+        base = sizes[model.size]
+    else:
         raise UserError(f'model.size = "{model.size}": {model.family} has {", ".join(sizes)}')
-    overrides = model.model_dump(exclude={"family", "size"}, exclude_none=True)
-    base = sizes[model.size]
+    overrides = model.model_dump(exclude=_NOT_ARCHITECTURE, exclude_none=True)
     if "head_dim" not in overrides and overrides.keys() & {"dim", "n_heads"}:
         base = replace(base, head_dim=None)  # follow the new quotient
         overrides["head_dim"] = None
@@ -183,7 +196,8 @@ def _batch_problems(config: Config, layout: Layout, schedule: Schedule) -> Itera
     )
     n_in_a_run = parallel.schedule_microbatches or n_microbatches
     if n_microbatches % n_in_a_run:
-        yield f"parallel.schedule_microbatches = {n_in_a_run} must divide the micro-batches of a step, but {made}"
+        divisors = ", ".join(str(n) for n in range(1, n_microbatches + 1) if n_microbatches % n == 0)
+        yield f"parallel.schedule_microbatches = {n_in_a_run} must divide the micro-batches of a step, but {made}: use {divisors}"
         return
     n_stages = layout.pp * schedule.virtual_stages(layout.pp, parallel.virtual_stages)
     if problem := schedule.microbatch_problem(layout.pp, n_stages, n_in_a_run):
@@ -201,7 +215,7 @@ def _pipeline_problems(config: Config, layout: Layout, schedule: Schedule) -> It
                 shown = list(value) if isinstance(value, tuple) else value
                 yield f"parallel.{key} = {shown} needs parallel.pp above 1 (it is 1)"
         if isinstance(schedule, ScheduleFile):
-            yield f"parallel.schedule = {parallel.schedule} {schedule.stages_problem(1, 1)}"
+            yield f"parallel.schedule = {parallel.schedule} needs parallel.pp = {schedule.pp} (it is 1)"
         return
     virtual = schedule.virtual_stages(layout.pp, parallel.virtual_stages)
     if problem := schedule.stages_problem(layout.pp, virtual):
@@ -273,6 +287,16 @@ def _data_problems(config: Config) -> Iterator[str]:
         yield f'data.path = "{data.path}" is not read with data.source = "bundled"; use "text" or "jsonl"'
     if data.source != "bundled" and data.path is None:
         yield f'data.source = "{data.source}" needs data.path'
+
+
+def _start_problems(config: Config) -> Iterator[str]:
+    if config.model.hf_path is not None and config.checkpoint.init_from is not None:
+        yield (
+            f'model.hf_path = "{config.model.hf_path}" and checkpoint.init_from = "{config.checkpoint.init_from}" both name '
+            "initial weights: keep one"
+        )
+    if config.checkpoint.init_from is not None and not (Path(config.checkpoint.init_from) / ".metadata").is_file():
+        yield f'checkpoint.init_from = "{config.checkpoint.init_from}" is not a checkpoint folder, such as .../step-00000100'
 
 
 def _powers_of_two_in(value: int) -> str:

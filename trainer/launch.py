@@ -89,7 +89,8 @@ def _check(config: Config, nproc: int | None, n_nodes: int) -> int:
 
     gpu_bytes = _gpu_bytes() if n_gpus else None
     check_memory(resolved.architecture.n_params, config.precision, resolved.layout, nproc, gpu_bytes)
-    _check_files(config)
+    check_files(config)
+    _check_writable(config.job.output_dir)  # last: it makes the folder
     return nproc
 
 
@@ -106,7 +107,8 @@ def _most_gpus(config: Config, n_gpus: int) -> int | None:
     return None
 
 
-def _check_files(config: Config) -> None:
+def check_files(config: Config) -> None:
+    """Raise ``UserError`` unless the config's data and tokenizer are there."""
     from trainer.data.documents import check_source
     from trainer.data.tokenizer import tokenizer_file
 
@@ -121,7 +123,6 @@ def _check_files(config: Config) -> None:
             problems += error.problems
     if problems:
         raise UserError(*problems)
-    _check_writable(config.job.output_dir)  # last: it makes the folder
 
 
 def _check_writable(output_dir: str) -> None:

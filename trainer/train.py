@@ -1,6 +1,7 @@
 """The ``train`` command: what one rank does from a checked config to the end of the run."""
 
 import contextlib
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from trainer.data.loader import load_rows, make_loader
 from trainer.data.rows import TokenRows
 from trainer.errors import EXIT_STOPPED
 from trainer.hardware import peak_flops
+from trainer.hf_export import export, newest_checkpoint
 from trainer.loop import Run, RunFacts, train
 from trainer.lr_schedule import LrSchedule
 from trainer.metrics import Reporter
@@ -28,7 +30,17 @@ from trainer.signals import StopRequest
 
 def main(config: Config, stop: StopRequest) -> int:
     """Train as one rank of the job. Returns the exit code."""
-    return run_rank(lambda device: 0 if _train(config, device, stop) else EXIT_STOPPED)
+    code = run_rank(lambda device: 0 if _train(config, device, stop) else EXIT_STOPPED)
+    if code == 0 and config.checkpoint.export_dir is not None and int(os.environ.get("RANK", "0")) == 0:
+        _export(config)  # after the other ranks have left: nobody waits for it
+    return code
+
+
+def _export(config: Config) -> None:
+    out = Path(config.checkpoint.export_dir)
+    if not (out / "config.json").is_file():
+        export(newest_checkpoint(config.job.output_dir), out, config.checkpoint.export_dtype)
+        print(f"exported    {out}")
 
 
 def _train(config: Config, device: torch.device, stop: StopRequest) -> bool:
@@ -60,14 +72,22 @@ def _prepare(
     config, training = resolved.config, resolved.config.training
     folder, is_main = Path(config.job.output_dir), dist.get_rank() == 0
     mesh = Mesh(resolved.layout, device.type)
-    model = build_model(resolved, mesh, device)
+    init_from = config.checkpoint.init_from
+    model = build_model(resolved, mesh, device, initialise=resume_from is None and init_from is None)
     step = build_train_step(resolved, model, mesh, device)
     checkpointer = Checkpointer(config, model, step.optimizer, device)
-    state = {"step": 0, "skipped_steps": 0} if resume_from is None else checkpointer.load(resume_from)
+    if resume_from is not None:
+        state = checkpointer.load(resume_from)
+    else:
+        state = {"step": 0, "skipped_steps": 0}
+        if init_from is not None:
+            checkpointer.load_weights(Path(init_from))
     done = state["step"]
     if is_main:
         (folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
         _print_summary(resolved, device, len(rows))
+        if resume_from is None and (init_from or config.model.hf_path):
+            print(f"weights     {init_from or config.model.hf_path}", flush=True)
         if resume_from is not None:
             print("\n".join([f"resuming    {resume_from}", *changed_since(state, config)]), flush=True)
     loader = make_loader(
@@ -137,7 +157,7 @@ def _print_summary(resolved: Resolved, device: torch.device, n_rows: int) -> Non
     precision, n_processes = config.precision, layout.world_size
     stages = f", {config.parallel.schedule}, layers per stage {'+'.join(map(str, resolved.layers_per_stage))}"
     print(
-        f"model       {config.model.family} {config.model.size}, {resolved.architecture.n_params:,} parameters\n"
+        f"model       {config.model.hf_path or f'{config.model.family} {config.model.size}'}, {resolved.architecture.n_params:,} parameters\n"
         f"layout      {layout}{stages if layout.pp > 1 else ''}; {n_processes} process{'es' * (n_processes > 1)} on {_device_name(device)}\n"
         f"batch       {training.micro_batch_size} sequences x {resolved.n_microbatches} micro-batches x {layout.dp} data ranks "
         f"= {training.global_batch_size} of {training.seq_len} tokens: {resolved.tokens_per_step:,} tokens a step\n"

@@ -12,7 +12,7 @@ import torch
 from parallelize.layout import AXES
 from parallelize.schedules import schedule_of
 from trainer.config import ActivationCheckpoint, Compile, Config, Parallel
-from trainer.config_rules import Resolved, resolve_config
+from trainer.config_rules import Resolved, architecture_keys, resolve_config
 from trainer.observe import Observed
 
 # (config, processes) -> what each rank saw. Raises RuntimeError if a rank fails.
@@ -37,10 +37,11 @@ class Tolerance:
 
 
 # fp32: rounding of sums in another order. bf16 rounds each matmul's result to 1 in 256: the worst of many layouts
-# (docs/parity.md) is below half of these, and as far from one process in bf16 as that is from fp32.
+# (docs/parity.md) is about half of these, and as far from one process in bf16 as that is from fp32. (Its weights say
+# little: Adam's first steps are as long for a gradient that is zero but for rounding.)
 TOLERANCES = {
     "float32": Tolerance(loss=1e-5, later_loss=1e-5, grad_norm=1e-4, gradient=1e-4, weights=1e-2),
-    "bfloat16": Tolerance(loss=1e-4, later_loss=1e-3, grad_norm=5e-3, gradient=0.15, weights=0.8),
+    "bfloat16": Tolerance(loss=1e-4, later_loss=1e-3, grad_norm=5e-3, gradient=0.15, weights=1.5),
 }
 
 
@@ -76,7 +77,9 @@ def shrink(resolved: Resolved) -> Config:
         halved = {key: value // 2 for key, value in shape.items() if key != "n_layers"}
         halved["vocab_size"] |= shape["vocab_size"] & 1
         shape |= halved
-    model = config.model.model_copy(update=shape)
+    # All of it spelled out, and with initial weights of its own: those of a directory do not fit any more.
+    architecture = architecture_keys(resolved.architecture)
+    model = config.model.model_copy(update=architecture | shape | {"hf_path": None})
     tp = layout.tp
     seq_len = min(config.training.seq_len, max(tp, _MAX_SEQ_LEN // tp * tp))
     micro_batch_size = min(config.training.micro_batch_size, 2)
@@ -91,7 +94,10 @@ def shrink(resolved: Resolved) -> Config:
     parallel = config.parallel
     if parallel.balance != "uniform":
         parallel = parallel.model_copy(update={"balance": layers})
-    return config.model_copy(update={"model": model, "training": training, "parallel": parallel})
+    checkpoint = config.checkpoint.model_copy(update={"init_from": None})
+    return config.model_copy(
+        update={"model": model, "training": training, "parallel": parallel, "checkpoint": checkpoint}
+    )
 
 
 def _n_params(resolved: Resolved, shape: dict) -> int:
@@ -305,7 +311,9 @@ class Verdict:
 
 def verify(config: Config, world_size: int, observe: Observe, compute: str) -> Verdict:
     """Compare a (shrunk) config at its layout with one process. ``compute``: its resolved compute dtype."""
-    tolerance = TOLERANCES[compute]
+    precision = config.precision
+    coarse = "bfloat16" in (compute, precision.param, precision.reduce)
+    tolerance = TOLERANCES["bfloat16" if coarse else "float32"]
     resolved = resolve_config(config, world_size)
     config = config.model_copy(
         update={"parallel": config.parallel.model_copy(update={"dp_shard": resolved.layout.dp_shard})}

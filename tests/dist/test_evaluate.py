@@ -33,6 +33,10 @@ def evaluate_between_steps(config, world_size: int, evaluates: bool) -> dict:
             seen["evaluated"].append(step.evaluate([batch(number)]))
             seen["two"].append(step.evaluate([batch(number), batch(9)]))
         seen["training"].append(step(*batch(number)).loss.item())
+    kept = [stage.fwd_cache for stage in getattr(step.micro_batches, "stages", [])]
+    if evaluates:
+        step.evaluate([batch(9)])
+        assert not any(kept), "outputs are kept for a backward that is not to come"
     seen["weights"] = [local_tensor(p.detach()).clone().numpy() for p in step.parameters]
     seen["empty"] = step.evaluate([])
     return seen

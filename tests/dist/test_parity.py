@@ -62,6 +62,8 @@ WRITTEN = {
     "three_and_one": "0F0,1F0,2F0,0F1,1F1,2F1,2I0,2W0,1B0,0B0,2B1,1B1,0B1\n3F0,3B0,3F1,3I1,3W1\n",
     # The last rank comes first.
     "reversed": "1F0,1B0,1F1,1B1\n0F0,0F1,0B0,0B1\n",
+    "last_stage_overlaps_itself": "0F0,0F1,0B0,0B1\n(1F0;1B0)OVERLAP_F_B,(1F1;1B1)OVERLAP_F_B\n",
+    "backwards_out_of_order": "0F1,0F0,0B1,0B0\n1F0,1F1,1B1,1B0\n",
     "overlapped": "0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,2F0,(1F1;2B0)OVERLAP_F_B,2F1,1B0,2B1,1B1\n",
 }
 

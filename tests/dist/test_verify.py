@@ -69,7 +69,7 @@ def test_shrinking_keeps_every_flag_and_ratio(name):
     world_size = layout_needs(config.parallel)
     resolved = resolve_config(config, world_size)
     small = resolve_config(shrink(resolved), world_size)
-    assert small.architecture.n_params <= max(2e7, 0) or small.architecture.head_dim <= 8
+    assert small.architecture.n_params <= 2e7 or small.architecture.head_dim <= 8
     before, after = resolved.architecture, small.architecture
     assert after.n_heads == before.n_heads and after.n_kv_heads == before.n_kv_heads
     assert after.ffn_dim / after.dim == pytest.approx(before.ffn_dim / before.dim)

@@ -114,7 +114,7 @@ def test_jsonl_details(tmp_path):
 
 
 def test_text_and_tokenizer_must_fit_the_model(tmp_path):
-    short = Data(source="text", path=write(tmp_path / "s.txt", b"ten bytes!"))
+    short = Data(source="text", path=write(tmp_path / "s.txt", b"ten bytes!"), tokenizer="bytes")
     with pytest.raises(UserError, match="fewer than one row of training.seq_len"):
         load_rows(short, seq_len=32, vocab_size=300)
     with pytest.raises(

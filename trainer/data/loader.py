@@ -11,7 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.config import Data
 from trainer.data.documents import read_documents
-from trainer.data.rows import TokenRows, token_stream
+from trainer.data.rows import IGNORED, TokenRows, token_stream
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 
@@ -95,6 +95,25 @@ def make_loader(
             generator=torch.Generator(),  # its own: the global one belongs to the training state
             worker_init_fn=_leave_signals_to_the_rank,
         )
+
+
+def batches_in_order(
+    rows: TokenRows, global_batch_size: int, dp_index: int, dp: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """This data rank's share of every row once, in file order: tokens and labels int64 [sequences, S].
+
+    Every rank gets as many batches, all of one shape: past the last row, labels that do not count.
+    """
+    share = global_batch_size // dp
+    for first in range(0, len(rows), global_batch_size):
+        tokens = torch.zeros((share, rows.seq_len), dtype=torch.int64)
+        labels = torch.full_like(tokens, IGNORED)
+        for place in range(share):
+            row = first + dp_index * share + place
+            if row < len(rows):
+                entry = rows[row]
+                tokens[place], labels[place] = entry["tokens"], entry["labels"]
+        yield tokens, labels
 
 
 def _leave_signals_to_the_rank(worker: int) -> None:

@@ -20,6 +20,12 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """Token ids of ``text``, int32 [n], without special tokens."""
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of ``text`` with the special tokens that the tokenizer puts before a text, if any."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ``ids``, without special tokens."""
+
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0-255, and 256 for the end of a document. Needs no file."""
@@ -29,6 +35,12 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text).tolist()
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
@@ -66,6 +78,12 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
 
 
 def tokenizer_file(name_or_path: str) -> Path | None:

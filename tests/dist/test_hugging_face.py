@@ -1,0 +1,163 @@
+"""Hugging Face directories at layouts: weights in, gradients against ``transformers``, and out again."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from models.hugging_face import hugging_face_name
+from tests.dist.parity import observe_rank
+from tests.dist.runs import run_training
+from tests.dist.test_command import run
+from tests.hugging import loss_and_gradients, make_model, save_model
+from tests.tiny import TINY, make_batch
+from trainer.config import Config
+from trainer.config_load import Override, load_config
+from trainer.hf_export import export, import_directory
+from trainer.verify import shrink
+
+
+def config_of(hf_path=None, **overrides) -> Config:
+    """The tiny run, with the architecture left to the Hugging Face directory."""
+    keys = {key: value for key, value in TINY.items() if not key.startswith("model.")}
+    keys |= {"model.hf_path": hf_path} if hf_path else {}
+    keys |= {key.replace("__", "."): value for key, value in overrides.items()}
+    text = lambda value: json.dumps(value) if isinstance(value, (bool, str)) else str(value)  # noqa: E731
+    return load_config(None, [Override(key, text(value)) for key, value in keys.items()])
+
+
+LAYOUTS = {
+    "one": (1, {}),
+    "tp2_pp2": (4, dict(parallel__tp=2, parallel__pp=2)),
+    "dp2_tp2_pp2_v": (8, dict(parallel__tp=2, parallel__pp=2, parallel__schedule="ZBVZeroBubble", training__micro_batch_size=1)),
+    "dp4": (4, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["llama3_rope", "qwen2_tied", "qwen3"])
+def test_b47_gradients_are_those_of_transformers_at_a_layout(ranks, tmp_path, name, layout):
+    theirs = make_model(name)
+    theirs.save_pretrained(tmp_path, max_shard_size="200KB")
+    world_size, overrides = LAYOUTS[layout]
+    config = config_of(str(tmp_path), **overrides)
+    filled = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 256})})
+    loss, gradients = loss_and_gradients(theirs, *make_batch(filled, 1, "unequal"))
+    weights, names = dict(theirs.named_parameters()), set()
+    for rank in ranks(world_size, observe_rank, filled, world_size, 1, "unequal"):
+        assert rank.losses[0] == pytest.approx(loss, rel=1e-5)
+        for ours, gradient in rank.gradients.items():
+            stored = hugging_face_name(ours)
+            assert torch.equal(torch.from_numpy(rank.initial[ours]), weights[stored]), ours
+            want = gradients[stored]
+            assert (torch.from_numpy(gradient) - want).abs().max() <= 1e-4 * want.abs().max(), ours
+            names.add(stored)
+    assert names == gradients.keys()
+
+
+@pytest.mark.parametrize("name", ["llama3_rope", "qwen2_tied"])
+def test_train_at_one_layout_export_and_open_with_transformers(ranks, tmp_path, name):
+    import transformers
+
+    save_model(name, tmp_path / "hf")
+    config = config_of(
+        str(tmp_path / "hf"), parallel__tp=2, parallel__pp=2, training__steps=2, job__output_dir=str(tmp_path / "run"),
+        data__tokenizer="bytes", lr_schedule__warmup_steps=0, model__vocab_size=257,
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match=r"has shape \[256, 64\], the model \[257, 64\]"):
+        ranks(8, run_training, config)  # the byte tokenizer's ids do not fit the directory's embedding
+    make_model(name, vocab_size=257).save_pretrained(tmp_path / "hf257")
+    model = config.model.model_copy(update={"hf_path": str(tmp_path / "hf257"), "vocab_size": None})
+    seen = ranks(8, run_training, config.model_copy(update={"model": model}))
+    export(tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path / "out", None, max_shard_bytes=200_000)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    exported = {key: value.detach() for key, value in theirs.named_parameters()}
+    trained = {}
+    for rank in seen:
+        trained |= {hugging_face_name(key): torch.from_numpy(value) for key, value in rank["weights"].items()}
+    assert trained.keys() == exported.keys()
+    assert all(torch.equal(trained[key], exported[key]) for key in trained)
+    assert not torch.equal(exported["model.norm.weight"], dict(make_model(name).named_parameters())["model.norm.weight"])
+
+
+def test_b44_a_new_run_takes_the_weights_alone_and_goes_on_from_its_own(ranks, tmp_path):
+    save_model("llama", tmp_path / "hf")
+    import_directory(str(tmp_path / "hf"), tmp_path / "seed")
+    architecture = dict(
+        model__dim=64, model__n_layers=4, model__n_heads=4, model__n_kv_heads=2, model__ffn_dim=128, model__norm_eps=1e-6,
+    )  # fmt: skip
+    keys = dict(training__steps=2, job__output_dir=str(tmp_path / "run"), checkpoint__init_from=str(tmp_path / "seed"))
+    config = config_of(None, model__vocab_size=256, data__tokenizer="smollm2", **architecture, **keys)
+    with pytest.raises(AssertionError, match="has 49152 ids, but the model has vocab_size = 256"):
+        ranks(2, run_training, config)
+    make_model("llama", vocab_size=257).save_pretrained(tmp_path / "hf257")
+    import_directory(str(tmp_path / "hf257"), tmp_path / "seed257")
+    keys |= dict(checkpoint__init_from=str(tmp_path / "seed257"), model__vocab_size=257, **architecture)
+    first = ranks(2, run_training, config_of(None, **keys))[0]
+    assert f"weights     {tmp_path / 'seed257'}" in first["console"] and "step 2/2" in first["console"]
+    keys["training__steps"] = 3
+    second = ranks(2, run_training, config_of(None, **keys))[0]
+    assert "resuming" in second["console"] and "weights    " not in second["console"] and "step 3/3" in second["console"]
+    from_directory = config_of(str(tmp_path / "hf257"), job__output_dir=str(tmp_path / "other"), training__steps=2, data__tokenizer="bytes")
+    same = ranks(2, run_training, from_directory)[0]
+    assert all((first["weights"][key] == same["weights"][key]).all() for key in same["weights"])
+
+
+def test_verify_with_a_directory_draws_weights_of_its_own(tmp_path):
+    from trainer.config_rules import resolve_config
+
+    config = config_of(save_model("qwen3", tmp_path), parallel__tp=2)
+    small = shrink(resolve_config(config, 2))
+    assert small.model.hf_path is None and small.model.qk_norm
+    assert dataclasses.replace(resolve_config(small, 2).architecture, n_layers=4) == resolve_config(config, 2).architecture
+
+
+def test_the_commands(tmp_path):
+    """Front door to back: train from a directory with an export at the end, evaluate, sample, import, export."""
+    make_model("qwen2", vocab_size=320).save_pretrained(tmp_path / "hf")
+    common = [f"--model.hf_path={tmp_path / 'hf'}", "--data.tokenizer=bytes", "--training.seq_len=32", "--training.global_batch_size=4"]
+    trained = run(
+        tmp_path, *common, "--config=debug.toml", "--training.steps=2", "--parallel.tp=2", f"--job.output_dir={tmp_path / 'run'}",
+        f"--checkpoint.export_dir={tmp_path / 'exported'}",
+    )  # fmt: skip
+    assert trained.returncode == 0, trained.stderr
+    assert (tmp_path / "exported" / "model.safetensors").is_file() and "exported" in trained.stdout
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+
+    def evaluate(*arguments):
+        result = run(tmp_path, "evaluate", *common, "--batches=3", "--json", *arguments, module="trainer")
+        assert result.returncode == 0 and result.stderr == "", result.stderr
+        return json.loads(result.stdout)
+
+    before, after = evaluate(), evaluate(f"--checkpoint={checkpoint}", "--parallel.pp=2")
+    assert before["n_tokens"] == after["n_tokens"] == 3 * 4 * 32
+    assert after["loss"] < before["loss"]
+    exported = evaluate(f"--model.hf_path={tmp_path / 'exported'}")  # in bfloat16
+    assert exported["loss"] == pytest.approx(after["loss"], rel=1e-2)
+    sampled = run(tmp_path, "sample", f"--checkpoint={checkpoint}", "--prompt=It is", "--tokens=8", module="trainer")
+    assert sampled.returncode == 0 and sampled.stdout.startswith("It is"), sampled.stderr
+    written = run(tmp_path, "export-hf", f"--checkpoint={checkpoint}", f"--out={tmp_path / 'again'}", "--dtype=bfloat16", module="trainer")
+    assert written.returncode == 0, written.stderr
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "exported" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["train", "--model.hf_path=nowhere"], 'model.hf_path = "nowhere": no config.json in it'),
+        (["evaluate", "--batches=0"], "--batches 0: at least 1"),
+        (["evaluate", "--checkpoint=nowhere"], "checkpoint nowhere cannot be read"),
+        (["sample", "--prompt=x"], "needs one of --checkpoint STEP_DIR and --hf DIR"),
+        (["sample", "--prompt=x", "--hf=nowhere"], "no config.json in it"),
+        (["sample", "--prompt=x", "--hf=nowhere", "--model.dim=3"], "takes no configuration keys"),
+        (["export-hf", "--out=x"], "export-hf needs --checkpoint STEP_DIR, or --config C"),
+        (["export-hf", "--out=x", "--config=debug"], "holds no checkpoint"),
+        (["export-hf", "--out=x", "--checkpoint=nowhere"], "checkpoint nowhere cannot be read"),
+        (["import-hf", "--out=x", "--hf=nowhere"], "no config.json in it"),
+        (["train", "--checkpoint.init_from=nowhere"], "is not a checkpoint folder"),
+    ],
+)
+def test_bad_usage(tmp_path, arguments, expected):
+    result = run(tmp_path, *arguments, module="trainer")
+    assert result.returncode == 2 and expected in result.stderr and "Traceback" not in result.stderr, result.stderr

@@ -1,0 +1,90 @@
+"""``evaluate``: the loss of a model on the config's data, at any layout. Each rank is a process of one job."""
+
+import argparse
+import itertools
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parallelize.mesh import Mesh
+from trainer.build import build_model, build_train_step
+from trainer.checkpoint import Checkpointer, read_state
+from trainer.config import Config
+from trainer.config_load import dump_config, load_config
+from trainer.config_rules import architecture_keys, resolve_config
+from trainer.data.loader import batches_in_order, load_rows
+from trainer.errors import EXIT_FAILED, UserError
+from trainer.launch import check_files, count_processes, run_ranks
+from trainer.rank import run_rank
+
+
+def main(options: argparse.Namespace, config: Config) -> int:
+    """Print loss and perplexity. Raises ``UserError``."""
+    if options.batches is not None and options.batches < 1:
+        raise UserError(f"--batches {options.batches}: at least 1 is needed")
+    nproc = count_processes(config, options.nproc, n_nodes=1)
+    resolved = resolve_config(config, nproc)
+    if options.checkpoint is not None:
+        read_state(Path(options.checkpoint))
+        checkpoint = config.checkpoint.model_copy(update={"init_from": options.checkpoint})
+        spelled_out = architecture_keys(resolved.architecture) | {"hf_path": None}
+        config = config.model_copy(
+            update={"checkpoint": checkpoint, "model": config.model.model_copy(update=spelled_out)}
+        )
+    check_files(config)
+    with tempfile.TemporaryDirectory(prefix="meshloom-evaluate-") as scratch:
+        folder = Path(scratch)
+        (folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
+        code = run_ranks(nproc, ["-m", "trainer.evaluate", scratch, str(options.batches or 0)])
+        if code:
+            return code
+        seen = json.loads((folder / "seen.json").read_text())
+    if options.json:
+        print(json.dumps(seen))
+    else:
+        print(f"loss {seen['loss']:.6f}  perplexity {seen['perplexity']:.4f}  over {seen['n_tokens']:,} tokens")
+    return 0
+
+
+def _evaluate(config: Config, device: torch.device, n_batches: int) -> dict:
+    resolved = resolve_config(config, dist.get_world_size())
+    rows = load_rows(config.data, config.training.seq_len, resolved.architecture.vocab_size)
+    mesh = Mesh(resolved.layout, device.type)
+    init_from = config.checkpoint.init_from
+    model = build_model(resolved, mesh, device, initialise=init_from is None)
+    step = build_train_step(resolved, model, mesh, device)
+    if init_from is not None:
+        Checkpointer(config, model, step.optimizer, device).load_weights(Path(init_from))
+    batches = batches_in_order(rows, config.training.global_batch_size, mesh.dp_index, resolved.layout.dp)
+    loss, n_tokens = step.evaluate(_on_device(itertools.islice(batches, n_batches or None), device))
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "n_tokens": n_tokens}
+
+
+def _on_device(batches: Iterator, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for tokens, labels in batches:
+        yield tokens.to(device), labels.to(device)
+
+
+def _rank_main(folder: Path, n_batches: int) -> int:
+    config = load_config(str(folder / "config.toml"))
+
+    def work(device: torch.device) -> int:
+        seen = _evaluate(config, device, n_batches)
+        if not math.isfinite(seen["loss"]):
+            print(f"the loss is {seen['loss']}", file=sys.stderr)
+            return EXIT_FAILED
+        if dist.get_rank() == 0:
+            (folder / "seen.json").write_text(json.dumps(seen))
+        return 0
+
+    return run_rank(work)
+
+
+if __name__ == "__main__":
+    sys.exit(_rank_main(Path(sys.argv[1]), int(sys.argv[2])))
