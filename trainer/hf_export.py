@@ -50,7 +50,7 @@ def newest_checkpoint(output_dir: str) -> Path:
     return found[-1]
 
 
-def export(checkpoint: Path, out: Path, dtype: str | None, max_shard_bytes: int = 5_000_000_000) -> None:
+def export(checkpoint: Path, out: Path, dtype: str | None, max_shard_bytes: int = 2_000_000_000) -> None:
     """Write ``checkpoint`` as a Hugging Face directory. ``dtype``: of the files, None for the checkpoint's own.
 
     Holds the tensors of one output file in memory. ``out`` appears when it is complete. Raises ``UserError``.

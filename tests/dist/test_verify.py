@@ -8,7 +8,7 @@ from tests.dist.parity import as_tensors
 from tests.dist.planted_faults import FAULTS, observe_with
 from tests.dist.test_command import run
 from tests.tiny import tiny_config
-from trainer.config_load import load_config
+from trainer.config_load import CONFIG_DIR, load_config
 from trainer.config_rules import layout_needs, resolve_config
 from trainer.verify import one_process, shrink, verify
 
@@ -63,7 +63,7 @@ def test_a_planted_fault_is_found_and_blamed(ranks, fault):
     assert f"suspect: {' and '.join(suspects)}" in verdict.table()
 
 
-@pytest.mark.parametrize("name", ["debug", "llama3_8b", "llama3_70b", "llama3_405b"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIG_DIR.glob("*.toml")))
 def test_shrinking_keeps_every_flag_and_ratio(name):
     config = load_config(name)
     world_size = layout_needs(config.parallel)

@@ -19,6 +19,12 @@ from trainer.config_rules import layout_needs, resolve_config
 SHIPPED = {
     "debug": (1, [6], [4_885_760]),
     "llama3_8b": (8, [32], [8_030_261_248]),
+    "llama3_2_1b": (8, [16], [1_235_814_400]),
+    "smollm2_135m": (8, [30], [134_515_008]),
+    "qwen2_5_7b": (8, [28], [7_615_616_512]),
+    "qwen3_0_6b": (8, [28], [596_049_920]),
+    "qwen3_8b": (8, [36], [8_190_735_360]),
+    "qwen3_32b": (64, [64], [32_762_123_264]),
     "llama3_70b": (256, [10] * 8, [9_607_217_152] + [8_556_544_000] * 6 + [9_607_225_344]),
     "llama3_405b": (
         512, [8] * 14 + [7] * 2, [27_602_976_768] + [25_501_630_464] * 13 + [22_313_926_656, 24_415_289_344],
@@ -43,15 +49,16 @@ def test_shipped_config(name):
     assert (CONFIG_DIR / f"{name}.toml").read_text().startswith("#:schema ./schema.json\n")
 
 
-@pytest.mark.parametrize("size", FAMILIES["llama"])
+@pytest.mark.parametrize("family, size", [(family, size) for family in FAMILIES for size in FAMILIES[family]])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_every_plan_resolves_on_every_size(size, sequence_parallel):
-    architecture = FAMILIES["llama"][size]
+def test_every_plan_resolves_on_every_size(family, size, sequence_parallel):
+    architecture = FAMILIES[family][size]
     with torch.device("meta"):
         model = Decoder(architecture, n_positions=16)
     plan = decoder_plan(
-        sequence_parallel=sequence_parallel, loss_parallel=True, tie_embeddings=architecture.tie_embeddings
-    )
+        sequence_parallel=sequence_parallel, loss_parallel=True, tie_embeddings=architecture.tie_embeddings,
+        qk_norm=architecture.qk_norm,
+    )  # fmt: skip
     resolved = resolve_plan(model, plan)
     sharded = {name for name in resolved.styles}
     for name, module in model.named_modules():
