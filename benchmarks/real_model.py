@@ -116,7 +116,8 @@ def speed_of(what: str, root: Path) -> dict:
     """In this fresh process: one of the three, on the 1B model below ``root``."""
     from safetensors.torch import load_file, save_file
 
-    from trainer.hf_export import export, import_directory
+    from trainer.hf_export import export
+    from trainer.hf_import import import_directory
 
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # noqa: E731
     before, start = peak(), time.perf_counter()

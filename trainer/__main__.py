@@ -45,9 +45,9 @@ def sample(options, overrides) -> int:
 
 def import_hf(options, overrides) -> int:
     _no_keys("import-hf", overrides)
-    from trainer import hf_export
+    from trainer import hf_import
 
-    return hf_export.import_command(options)
+    return hf_import.import_command(options)
 
 
 def export_hf(options, overrides) -> int:

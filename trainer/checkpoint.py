@@ -119,14 +119,12 @@ def read_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         raise _damaged(folder, next(iter(error.failures.values()))[0]) from None
 
 
-def finish_checkpoint(partial: Path, final: Path, **state) -> None:
-    """Write ``trainer_state.json`` into a folder whose tensors are complete, and give the folder its name."""
-    with (partial / STATE_FILE).open("w", encoding="utf-8") as file:
+def write_state(folder: Path, **state) -> None:
+    """Write ``trainer_state.json``: the folder's tensors are complete."""
+    with (folder / STATE_FILE).open("w", encoding="utf-8") as file:
         json.dump(state | {"torch": torch.__version__}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())  # DCP does the same with its files
-    _remove(final)  # only ever one that was not complete
-    os.rename(partial, final)
 
 
 def _remove(folder: Path) -> None:
@@ -198,15 +196,16 @@ class Checkpointer:
         dist.barrier()
         dcp.save(self._tensors(), checkpoint_id=str(partial))
         if dist.get_rank() == 0:
-            finish_checkpoint(
+            write_state(
                 partial,
-                final,
                 step=step,
                 skipped_steps=skipped_steps,
                 samples_seen=step * self.config["training"]["global_batch_size"],
                 world_size=dist.get_world_size(),
                 config=self.config,
             )
+            _remove(final)  # only ever one that was not complete
+            os.rename(partial, final)
             if self.keep_latest:
                 for old in complete_checkpoints(self.root)[: -self.keep_latest]:
                     _remove(old)

@@ -1,10 +1,6 @@
-"""``export-hf``: a checkpoint of any layout to a Hugging Face directory, on one CPU process, one output file at a time.
-
-``import-hf``, the other way: a directory to a checkpoint of weights alone, which ``checkpoint.init_from`` reads.
-"""
+"""``export-hf``: a checkpoint of any layout to a Hugging Face directory, on one process, one output file at a time."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,20 +10,12 @@ import torch
 from models.decoder_config import DecoderConfig
 from models.hugging_face import config_json, hugging_face_name
 from trainer.build import parameter_shapes
-from trainer.checkpoint import (
-    complete_checkpoints,
-    finish_checkpoint,
-    read_state,
-    read_tensors,
-    stored_tensors,
-    write_tensors,
-)
+from trainer.checkpoint import complete_checkpoints, read_state, read_tensors, stored_tensors
 from trainer.config import Config
-from trainer.config_load import Override, load_config
-from trainer.config_rules import architecture_keys, resolve_config
 from trainer.data.tokenizer import HuggingFaceTokenizer, tokenizer_file
 from trainer.errors import UserError
-from trainer.hf_directory import INDEX, SINGLE, HfWeights, read_architecture, read_json
+from trainer.hf_directory import INDEX, SINGLE, read_json
+from trainer.output_folder import new_folder
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -55,7 +43,6 @@ def export(checkpoint: Path, out: Path, dtype: str | None, max_shard_bytes: int 
 
     Holds the tensors of one output file in memory. ``out`` appears when it is complete. Raises ``UserError``.
     """
-    _check_new(out)
     state, architecture = read_state(checkpoint), architecture_in(checkpoint)
     stored = {name.removeprefix("model."): tensor for name, tensor in stored_tensors(checkpoint).items()}
     shapes = parameter_shapes(architecture)
@@ -71,24 +58,14 @@ def export(checkpoint: Path, out: Path, dtype: str | None, max_shard_bytes: int 
         fields = config_json(architecture, positions, dtype_name, token_ids | ids)
     except ValueError as error:
         raise UserError(f"{checkpoint}: {error}") from None
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write_weights(checkpoint, partial, shapes, dtypes, max_shard_bytes)
-    for name in _TOKENIZER_FILES if folder else ():
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, partial / name)
-    if not (partial / "generation_config.json").is_file():
-        _write_json(partial / "generation_config.json", token_ids | ids)
-    _write_json(partial / "config.json", fields)
-    if out.exists():
-        out.rmdir()
-    os.rename(partial, out)
-
-
-def _check_new(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} exists: name a new directory, or remove it")
+    with new_folder(out) as partial:
+        _write_weights(checkpoint, partial, shapes, dtypes, max_shard_bytes)
+        for name in _TOKENIZER_FILES if folder else ():
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, partial / name)
+        if not (partial / "generation_config.json").is_file():
+            _write_json(partial / "generation_config.json", token_ids | ids)
+        _write_json(partial / "config.json", fields)
 
 
 def _write_weights(
@@ -139,26 +116,6 @@ def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def import_directory(hf: str, out: Path) -> Config:
-    """Write the weights of a Hugging Face directory as a checkpoint of step 0, in their stored dtype.
-
-    Tensors are mapped from the files, one in memory at a time. Raises ``UserError``.
-    """
-    _check_new(out)
-    architecture = read_architecture(hf)
-    weights, shapes = HfWeights(hf), parameter_shapes(architecture)
-    weights.check(shapes, architecture.tie_embeddings)
-    config = load_config(None, [Override("model.hf_path", json.dumps(hf))])
-    config = resolve_config(config, 1).full_config("float32")
-    tensors = {f"model.{name}": weights.read(name, shape, (0,) * len(shape), shape) for name, shape in shapes.items()}
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    write_tensors(partial, tensors)
-    finish_checkpoint(partial, out, step=0, skipped_steps=0, config=json.loads(config.model_dump_json()))
-    return config
-
-
 def export_command(options, config: Config | None) -> int:
     """``export-hf``: of ``--checkpoint``, else of the newest checkpoint of ``--config``."""
     if options.checkpoint is None and config is None:
@@ -168,13 +125,4 @@ def export_command(options, config: Config | None) -> int:
         raise UserError(f"--max-shard-gb {options.max_shard_gb}: must be above 0")
     export(checkpoint, Path(options.out), options.dtype, int(options.max_shard_gb * 1e9))
     print(f"wrote {options.out} from {checkpoint}")
-    return 0
-
-
-def import_command(options) -> int:
-    config = import_directory(options.hf, Path(options.out))
-    architecture = DecoderConfig(**architecture_keys(config.model))
-    print(
-        f"wrote {options.out}: {architecture.n_params:,} parameters; start from it with --checkpoint.init_from={options.out}"
-    )
     return 0

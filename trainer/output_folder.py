@@ -1,9 +1,12 @@
-"""The output folder: one writer at a time, and the same folder for every rank."""
+"""The output folder: one writer at a time, and the same folder for every rank. And folders made in one go."""
 
+import contextlib
 import fcntl
 import os
 import secrets
+import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -61,3 +64,25 @@ def _lock(lock: IO[str], folder: Path) -> None:
             time.sleep(0.5)
         except OSError:  # a file system without locks
             return None
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill, which appears under its name once it is complete, and not at all after an error.
+
+    Raises ``UserError`` if there is something under that name, or it cannot be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} exists: name a new directory, or remove it")
+    partial = out.with_name(out.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # left over by a kill
+        partial.mkdir(parents=True)
+        yield partial
+        if out.exists():
+            out.rmdir()
+        os.rename(partial, out)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

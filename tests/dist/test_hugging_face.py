@@ -14,7 +14,8 @@ from tests.hugging import loss_and_gradients, make_model, save_model
 from tests.tiny import TINY, make_batch
 from trainer.config import Config
 from trainer.config_load import Override, load_config
-from trainer.hf_export import export, import_directory
+from trainer.hf_export import export
+from trainer.hf_import import import_directory
 from trainer.verify import shrink
 
 

@@ -16,7 +16,8 @@ from tests.hugging import LLAMA3_ROPE, SHAPE, VARIANTS, VOCAB, loss_and_gradient
 from trainer.build import parameter_shapes
 from trainer.errors import UserError
 from trainer.hf_directory import INDEX, HfWeights, read_architecture
-from trainer.hf_export import export, import_directory
+from trainer.hf_export import export
+from trainer.hf_import import import_directory
 
 
 def our_model(folder: str, n_positions: int = 64) -> Decoder:
