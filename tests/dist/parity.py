@@ -23,7 +23,8 @@ def as_tensors(seen: Observed) -> Observed:
 
 
 def as_numpy(tensors: dict[str, torch.Tensor]) -> dict:
-    return {name: tensor.numpy() for name, tensor in tensors.items()}  # pickled by value
+    # Pickled by value. numpy has no bfloat16.
+    return {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in tensors.items()}
 
 
 def numpy_tensors(seen: Observed) -> Observed:

@@ -34,7 +34,7 @@ def verdict_of(ranks, config, world_size, fault=None):
             raise RuntimeError(str(error)) from None
         return [as_tensors(rank) for rank in seen]
 
-    return verify(config, world_size, observe, "float32")
+    return verify(config, world_size, observe, "bfloat16" if config.precision.compute == "bfloat16" else "float32")
 
 
 def three_axes(**overrides):
@@ -61,6 +61,25 @@ def test_a_planted_fault_is_found_and_blamed(ranks, fault):
     assert next(check.name for check in verdict.checks if not check.passed) == first, verdict.table()
     assert verdict.suspects == suspects, verdict.table()
     assert f"suspect: {' and '.join(suspects)}" in verdict.table()
+
+
+BFLOAT16 = dict(parallel__tp=2, parallel__pp=2, parallel__dp_shard=1, precision__compute="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "fault", ["norm gradient not summed over tp", "mean per micro-batch", "layers counted from the stage", "tied weights untied"]
+)
+def test_a_planted_fault_is_found_in_bfloat16(ranks, fault):
+    tied = fault == "tied weights untied"
+    verdict = verdict_of(ranks, three_axes(model__tie_embeddings=tied, **BFLOAT16), 4, fault)
+    assert not verdict.passed and verdict.suspects == BLAME[fault][1], verdict.table()
+
+
+@pytest.mark.parametrize("key", ["compute", "reduce", "param"])
+def test_bfloat16_anywhere_is_held_to_its_tolerance(ranks, key):
+    overrides = BFLOAT16 | {"precision__compute": "float32", "parallel__dp_shard": 2, f"precision__{key}": "bfloat16"}
+    verdict = verdict_of(ranks, three_axes(**overrides), 8)
+    assert verdict.passed, verdict.table()
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIG_DIR.glob("*.toml")))
