@@ -1,7 +1,8 @@
 """Checkpoints in PyTorch's distributed format (DCP): complete or not there, readable at any layout.
 
 A folder ``checkpoints/step-00000100`` holds model and optimizer by parameter name, the RNG state of each
-rank, and ``trainer_state.json``. It is written under a temporary name and renamed last.
+rank, and ``trainer_state.json`` with sizes and checksums of the other files. It is written under a temporary
+name and renamed last.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from parallelize.local_model import LocalModel
 from trainer.config import Config
 from trainer.errors import UserError
+from trainer.manifest import find_damage, shared_manifest
 from trainer.optimizer import create_state, optimizer_tensors
 from trainer.rank import on_main_rank
 
@@ -46,13 +48,15 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def choose_resume(config: Config) -> Path | None:
+def choose_resume(config: Config, damaged: Sequence[Path] = ()) -> Path | None:
     """The checkpoint that the config asks to start from, None for a fresh start. Raises ``UserError``.
+
+    ``damaged``: the run's own checkpoints that are known to be; they do not count.
 
     A run's own newest checkpoint always comes first, so that the command that started from another folder
     goes on after a kill.
     """
-    own = complete_checkpoints(checkpoint_root(config))
+    own = [folder for folder in complete_checkpoints(checkpoint_root(config)) if folder not in damaged]
     resume = config.checkpoint.resume
     if resume == "auto":
         return own[-1] if own else None
@@ -84,7 +88,7 @@ def read_state(folder: Path) -> dict:
     """The checkpoint's ``trainer_state.json``. Raises ``UserError`` if it is damaged."""
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        return {key: state[key] for key in ("step", "skipped_steps", "config")}
+        return {key: state[key] for key in ("step", "skipped_steps", "config", "files")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(folder, error) from None
 
@@ -120,11 +124,20 @@ def read_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def write_state(folder: Path, **state) -> None:
-    """Write ``trainer_state.json``: the folder's tensors are complete."""
+    """Write ``trainer_state.json``: the folder's tensors are complete. ``files``: their manifest."""
     with (folder / STATE_FILE).open("w", encoding="utf-8") as file:
         json.dump(state | {"torch": torch.__version__}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())  # DCP does the same with its files
+
+
+def damage_in(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint's files, a line each, by checksum. Called by all ranks together."""
+    try:
+        state = on_main_rank(read_state, folder)
+    except UserError as error:
+        return list(error.problems)
+    return find_damage(folder, state["files"])
 
 
 def _remove(folder: Path) -> None:
@@ -195,6 +208,7 @@ class Checkpointer:
             partial.mkdir(parents=True)
         dist.barrier()
         dcp.save(self._tensors(), checkpoint_id=str(partial))
+        files = shared_manifest(partial)
         if dist.get_rank() == 0:
             write_state(
                 partial,
@@ -203,8 +217,9 @@ class Checkpointer:
                 samples_seen=step * self.config["training"]["global_batch_size"],
                 world_size=dist.get_world_size(),
                 config=self.config,
+                files=files,
             )
-            _remove(final)  # only ever one that was not complete
+            _remove(final)  # only ever one that was not complete, or damaged
             os.rename(partial, final)
             if self.keep_latest:
                 for old in complete_checkpoints(self.root)[: -self.keep_latest]:
@@ -235,7 +250,8 @@ class Checkpointer:
 
     def load_weights(self, folder: Path) -> None:
         """Read the weights alone, converting their dtype: how a new run starts from a checkpoint of another."""
-        read_state(folder)
+        if damage := damage_in(folder):
+            raise UserError(*damage)
         tensors = self._weights()
         stored = on_main_rank(stored_tensors, folder)
         self._check_keys(folder, tensors, {n: t for n, t in stored.items() if n.startswith("model.")}, any_dtype=True)

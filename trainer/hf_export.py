@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from trainer.config import Config
 from trainer.data.tokenizer import HuggingFaceTokenizer, tokenizer_file
 from trainer.errors import UserError
 from trainer.hf_directory import INDEX, SINGLE, read_json
+from trainer.manifest import differences
 from trainer.output_folder import new_folder
 
 _TOKENIZER_FILES = (
@@ -58,7 +60,8 @@ def export(checkpoint: Path, out: Path, dtype: str | None, max_shard_bytes: int 
         fields = config_json(architecture, positions, dtype_name, token_ids | ids)
     except ValueError as error:
         raise UserError(f"{checkpoint}: {error}") from None
-    with new_folder(out) as partial:
+    with new_folder(out) as partial, ThreadPoolExecutor(1) as pool:
+        damage = pool.submit(differences, checkpoint, state["files"], sorted(state["files"]))  # while it is converted
         _write_weights(checkpoint, partial, shapes, dtypes, max_shard_bytes)
         for name in _TOKENIZER_FILES if folder else ():
             if (folder / name).is_file():
@@ -66,6 +69,8 @@ def export(checkpoint: Path, out: Path, dtype: str | None, max_shard_bytes: int 
         if not (partial / "generation_config.json").is_file():
             _write_json(partial / "generation_config.json", token_ids | ids)
         _write_json(partial / "config.json", fields)
+        if damage.result():
+            raise UserError(*damage.result())
 
 
 def _write_weights(

@@ -8,6 +8,7 @@ from trainer.checkpoint import write_state, write_tensors
 from trainer.config_load import Override, load_config
 from trainer.config_rules import resolve_config
 from trainer.hf_directory import HfWeights, read_architecture
+from trainer.manifest import data_files, manifest_of
 from trainer.output_folder import new_folder
 
 
@@ -23,7 +24,8 @@ def import_directory(hf: str, out: Path) -> int:
     tensors = {f"model.{name}": weights.read(name, shape, (0,) * len(shape), shape) for name, shape in shapes.items()}
     with new_folder(out) as partial:
         write_tensors(partial, tensors)
-        write_state(partial, step=0, skipped_steps=0, config=json.loads(config.model_dump_json()))
+        files = manifest_of(partial, data_files(partial))
+        write_state(partial, step=0, skipped_steps=0, config=json.loads(config.model_dump_json()), files=files)
     return architecture.n_params
 
 

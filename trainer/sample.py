@@ -10,7 +10,7 @@ import torch.distributed as dist
 from parallelize.grad_norm import local_tensor
 from parallelize.mesh import Mesh
 from trainer.build import build_model
-from trainer.checkpoint import read_state, read_tensors
+from trainer.checkpoint import damage_in, read_state, read_tensors
 from trainer.config import Config
 from trainer.config_load import Override, load_config
 from trainer.config_rules import Resolved, resolve_config
@@ -61,6 +61,8 @@ def _continue(resolved: Resolved, device: torch.device, prompt: list[int], n_tok
     mesh = Mesh(resolved.layout, device.type)
     model = build_model(resolved, mesh, device, initialise=init_from is None)
     if init_from is not None:
+        if damage := damage_in(Path(init_from)):
+            raise UserError(*damage)
         read_tensors(Path(init_from), {f"model.{name}": local_tensor(p.detach()) for name, p in model.named.items()})
     ids = list(prompt)
     with torch.no_grad():

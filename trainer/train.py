@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from parallelize.mesh import Mesh
 from trainer.build import build_model, build_train_step, compute_dtype
-from trainer.checkpoint import Checkpointer, changed_since, check_same_run, choose_resume, read_state
+from trainer.checkpoint import Checkpointer, changed_since, check_same_run, choose_resume, damage_in, read_state
 from trainer.config import Config
 from trainer.config_load import dump_config
 from trainer.config_rules import Resolved, resolve_config
 from trainer.data.loader import load_rows, make_loader
 from trainer.data.rows import TokenRows
-from trainer.errors import EXIT_STOPPED
+from trainer.errors import EXIT_STOPPED, UserError
 from trainer.hardware import peak_flops
 from trainer.hf_export import export, newest_checkpoint
 from trainer.loop import Run, RunFacts, train
@@ -52,7 +52,7 @@ def _train(config: Config, device: torch.device, stop: StopRequest) -> bool:
 
     rows = load_rows(config.data, config.training.seq_len, resolved.architecture.vocab_size)
     with open_output_folder(folder):
-        resume_from, done_steps = on_main_rank(_where_to_start, config)
+        resume_from, done_steps = _where_to_start(config)
         if done_steps >= steps:
             if dist.get_rank() == 0:
                 print(
@@ -118,12 +118,30 @@ def _prepare(
 
 
 def _where_to_start(config: Config) -> tuple[Path | None, int]:
-    """The checkpoint to go on from, checked to be of this run, and its step; (None, 0) for a fresh start."""
-    resume_from = choose_resume(config)
-    if resume_from is None:
-        return None, 0
-    check_same_run(resume_from, config)
-    return resume_from, read_state(resume_from)["step"]
+    """The checkpoint to go on from, intact and of this run, and its step; (None, 0) for a fresh start.
+
+    With ``checkpoint.resume = "auto"`` a damaged one is passed over, with a warning, for the one before. Called by
+    all ranks together. Raises ``UserError``.
+    """
+    damaged: list[Path] = []
+    while True:
+        resume_from = on_main_rank(choose_resume, config, damaged)
+        if resume_from is None:
+            if damaged:
+                raise UserError(
+                    f"every checkpoint of this run is damaged: to start over, move {damaged[0].parent} away"
+                )
+            return None, 0
+        damage = damage_in(resume_from)
+        if not damage:
+            on_main_rank(check_same_run, resume_from, config)
+            return resume_from, on_main_rank(read_state, resume_from)["step"]
+        if config.checkpoint.resume != "auto":
+            raise UserError(*damage)
+        if dist.get_rank() == 0:
+            print("\n".join(f"warning: {line}" for line in damage), file=sys.stderr)
+            print(f"warning: {resume_from} is damaged and not used", file=sys.stderr, flush=True)
+        damaged.append(resume_from)
 
 
 def _lr_schedule(config: Config) -> LrSchedule:

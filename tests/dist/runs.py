@@ -9,8 +9,10 @@ import torch
 from parallelize.mesh import Mesh
 from tests.dist.parity import CPU, as_numpy
 from tests.dist.pool import mesh_of
+from tests.tiny import tiny_config
 from trainer import train as train_command
 from trainer.config import Config
+from trainer.errors import UserError
 from trainer.loop import NonFiniteError
 from trainer.observe import whole
 
@@ -51,6 +53,23 @@ def run_training(config: Config, poison: tuple[int, int, float] | None = None) -
         seen["moments"] = as_numpy({name: whole(tensor) for name, tensor in states.items()})
         seen["dtypes"] = {str(t.dtype) for t in [*named.values(), *states.values()]}
     return seen
+
+
+def run_config(tmp_path, **overrides):
+    keys = dict(
+        job__output_dir=str(tmp_path / "run"), model__vocab_size=300, training__steps=5, lr_schedule__warmup_steps=2, lr_schedule__total_steps=9,
+        checkpoint__interval=1, checkpoint__keep_latest=2, training__seq_len=32,
+    )  # fmt: skip
+    return tiny_config(**(keys | overrides))
+
+
+def refused(config) -> str:
+    """The message with which this rank's run is refused."""
+    try:
+        run_training(config)
+    except UserError as error:
+        return error.message()
+    return "not refused"
 
 
 def _poison(step, seen, at_step: int, rank: int, value: float) -> None:

@@ -7,7 +7,7 @@ import torch
 from models.rotary import rotary_table
 from tests.dist.parity import CPU
 from tests.dist.pool import mesh_of
-from tests.dist.runs import records, run_training
+from tests.dist.runs import records, refused, run_config, run_training
 from tests.tiny import tiny_config
 from trainer.build import build_model, build_train_step
 from trainer.config_rules import resolve_config
@@ -95,14 +95,6 @@ def test_b20_bf16_compute_keeps_fp32_state(ranks, overrides):
         assert seen["parameter"] == seen["gradient"] == seen["moment"] == {"torch.float32"}
         assert seen["table"] == "torch.float32"
         assert seen["moved"], "an update of 1e-4 on a weight of 1.0 was lost"
-
-
-def run_config(tmp_path, **overrides):
-    keys = dict(
-        job__output_dir=str(tmp_path / "run"), model__vocab_size=300, training__steps=5, lr_schedule__warmup_steps=2, lr_schedule__total_steps=9,
-        checkpoint__interval=1, checkpoint__keep_latest=2, training__seq_len=32,
-    )  # fmt: skip
-    return tiny_config(**(keys | overrides))
 
 
 def merged(seen: list[dict], key: str) -> dict:
@@ -225,17 +217,6 @@ def test_b29_a_finished_run_says_so_and_writes_nothing(ranks, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.name != ".lock"} == before
 
 
-def refused(config) -> str:
-    """The message with which this rank's run is refused."""
-    from trainer.errors import UserError
-
-    try:
-        run_training(config)
-    except UserError as error:
-        return error.message()
-    return "not refused"
-
-
 @pytest.mark.parametrize(
     "overrides, expected",
     [
@@ -276,20 +257,6 @@ def test_what_changed_at_a_resume_is_said(ranks, tmp_path):
     console = ranks(1, run_training, changed)[0]["console"]
     for line in ("training.steps: 2 -> 3", "optimizer.lr: 0.01 -> 0.02", "lr_schedule.total_steps: 9 -> 20"):
         assert line in console
-
-
-@pytest.mark.parametrize("damage", ["shard gone", "shard cut", "metadata gone", "metadata cut", "state cut"])
-def test_a_damaged_checkpoint_is_named(ranks, tmp_path, damage):
-    ranks(2, run_training, run_config(tmp_path, training__steps=2))
-    folder = tmp_path / "run/checkpoints/step-00000002"
-    name = {"shard": "__1_0.distcp", "metadata": ".metadata", "state": "trainer_state.json"}[damage.split()[0]]
-    if damage.endswith("gone"):
-        (folder / name).unlink()
-    else:
-        (folder / name).write_bytes((folder / name).read_bytes()[:100])
-    for message in ranks(2, refused, run_config(tmp_path, training__steps=3)):
-        assert f"checkpoint {folder} cannot be read" in message
-        assert f"to go on from {folder.parent / 'step-00000001'} instead, move it away" in message
 
 
 def test_an_incomplete_folder_in_the_way_is_replaced(ranks, tmp_path):
