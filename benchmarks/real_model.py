@@ -9,7 +9,7 @@ import argparse
 import gzip
 import json
 import os
-import resource
+import re
 import subprocess
 import sys
 import tempfile
@@ -112,6 +112,11 @@ def curve(folder: str, run: Path, steps: int, flags: list[str]) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def peak() -> float:
+    """The most memory that this process has held, GiB. (getrusage would count the parent's before the exec.)"""
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
+
+
 def speed_of(what: str, root: Path) -> dict:
     """In this fresh process: one of the three, on the 1B model below ``root``."""
     from safetensors.torch import load_file, save_file
@@ -119,7 +124,6 @@ def speed_of(what: str, root: Path) -> dict:
     from trainer.hf_export import export
     from trainer.hf_import import import_directory
 
-    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # noqa: E731
     before, start = peak(), time.perf_counter()
     if what == "safetensors":
         save_file(load_file(root / "hf" / "model.safetensors"), root / "copy.safetensors")

@@ -2,13 +2,14 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from trainer.data.rows import IGNORED
 from trainer.hardware import peak_flops
-from trainer.loss import TokenLoss, count_valid
+from trainer.loss import TokenLoss, count_valid, summed_cross_entropy
 from trainer.optimizer import build_optimizer, is_decayed, set_lr
 
 
@@ -66,3 +67,22 @@ def test_b75_unknown_hardware_has_no_peak():
     assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
     assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12
+
+
+def test_the_loss_over_a_large_vocabulary_is_that_of_float64():
+    """Frequent ids come first, as in a real tokenizer: then torch's CPU kernel loses the small terms of the sum."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 151_936, generator=generator) - torch.linspace(0, 10, 151_936)
+    logits[:, 0] += 8
+    labels = torch.randint(0, 151_936, (64,), generator=generator)
+    labels[::5] = IGNORED
+    logits.requires_grad_()
+    loss = summed_cross_entropy(logits, labels)
+    loss.backward()
+    exact = logits.detach().double().requires_grad_()
+    truth = F.cross_entropy(exact, labels, reduction="sum", ignore_index=IGNORED)
+    truth.backward()
+    assert loss.item() == pytest.approx(truth.item(), rel=2e-7)
+    assert (logits.grad - exact.grad).abs().max() < 1e-6 and logits.grad[0].abs().max() == 0
+    kernel = F.cross_entropy(logits.detach(), labels, reduction="sum", ignore_index=IGNORED)
+    assert abs(kernel.item() / truth.item() - 1) > 1e-6, "the kernel is exact now: use it"
