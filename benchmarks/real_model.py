@@ -146,7 +146,7 @@ def speed_rows() -> tuple[float, list[str]]:
         tensors = {hugging_face_name(name): torch.randn(shape).bfloat16() for name, shape in shapes.items()}
         gib = sum(tensor.nbytes for tensor in tensors.values()) / 2**30
         save_file(tensors, root / "hf" / "model.safetensors", metadata={"format": "pt"})
-        (root / "hf" / "config.json").write_text(json.dumps(config_json(architecture, 8192, "bfloat16", {})))
+        (root / "hf" / "config.json").write_text(json.dumps(config_json(architecture, "bfloat16", {})))
         rows = []
         for what in ("safetensors", "import-hf", "export-hf"):
             tries = sorted((json.loads(_speed_process(what, root)) for _ in range(3)), key=lambda seen: seen["s"])

@@ -4,6 +4,7 @@ Covers the model types llama, qwen2 and qwen3 (dense). A field of config.json th
 leave the result alone is an error: what is ignored can make fluent nonsense.
 """
 
+import math
 import re
 
 from models.decoder_config import DecoderConfig
@@ -42,6 +43,7 @@ _ONLY = {
     "partial_rotary_factor": (1, None),
     "rope_interleaved": (False, None),
     "use_sliding_window": (False, None),
+    "use_mrope": (False, None),
     "quantization_config": (None,),
     "auto_map": (None,),
 }
@@ -52,8 +54,11 @@ _READ = {
 # Fields without an effect on logits. (sliding_window and max_window_layers only count with use_sliding_window.)
 _HARMLESS = re.compile(
     r"_.*|.*_token_id|.*_version|(torch_)?dtype|architectures|initializer_range|max_position_embeddings|use_cache"
-    r"|sliding_window|max_window_layers|is_llama_config|transformers\.js_config|output_.*|return_dict|problem_type"
-    r"|id2label|label2id|num_labels|task_specific_params|finetuning_task|tokenizer_class|keys_to_ignore_at_inference"
+    r"|sliding_window|max_window_layers|is_llama_config|transformers\.js_config|problem_type|name_or_path|torchscript"
+    r"|output_(attentions|hidden_states|router_logits)|return_dict|id2label|label2id|num_labels|finetuning_task"
+    r"|task_specific_params|tokenizer_class|keys_to_ignore_at_inference|pruned_heads|is_decoder|is_encoder_decoder"
+    r"|tie_encoder_decoder|add_cross_attention|do_sample|temperature|top_[kp]|max_length|min_length|num_beams"
+    r"|repetition_penalty|unsloth_fixed|chunk_size_feed_forward"
 )
 _LLAMA3_ROPE = {
     "factor": "rope_factor",
@@ -74,69 +79,89 @@ def hugging_face_name(name: str) -> str:
 def architecture_from(fields: dict) -> DecoderConfig:
     """The architecture that a config.json describes. Raises ``ValueError`` for whatever this decoder is not."""
     model_type = fields.get("model_type")
-    if model_type not in _ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
         raise ValueError(f"model_type = {model_type!r}: only {', '.join(_ARCHITECTURES)} are known")
     problems = [
         f"{name} = {fields[name]!r}: only {allowed[0]!r} can be computed"
         for name, allowed in _ONLY.items()
         if name in fields and fields[name] not in allowed
     ]
-    if any(kind != "full_attention" for kind in fields.get("layer_types") or ()):
+    if any(kind != "full_attention" for kind in _typed(fields, "layer_types", list, None, problems) or ()):
         problems.append("layer_types: only full_attention can be computed")
-    problems += [f"{name} is missing" for name in _SIZES if not isinstance(fields.get(name), int)]
     problems += [
         f"{name} = {value!r}: an unknown field, which may change the result; take it out if it does not"
         for name, value in fields.items()
         if name not in _READ and name not in _ONLY and not _HARMLESS.fullmatch(name)
     ]
-    shape = {ours: fields.get(theirs) for theirs, ours in _SIZES.items()}
-    biases = bool(fields.get("attention_bias", False))
-    if model_type == "qwen2":
-        shape |= {"qkv_bias": True}
-    else:
-        shape |= {"qkv_bias": biases, "wo_bias": biases}
-    try:
-        rope = _rope_from(fields)
-    except ValueError as error:
-        problems.append(str(error))
+    shape = {ours: _typed(fields, theirs, int, _REQUIRED, problems) for theirs, ours in _SIZES.items()}
+    shape["n_kv_heads"] = _typed(fields, "num_key_value_heads", int, shape["n_heads"], problems)
+    shape["head_dim"] = _typed(fields, "head_dim", int, 128 if model_type == "qwen3" else None, problems)
+    shape["norm_eps"] = _typed(fields, "rms_norm_eps", float, 1e-6, problems)
+    shape["tie_embeddings"] = _typed(fields, "tie_word_embeddings", bool, False, problems)
+    biases = _typed(fields, "attention_bias", bool, False, problems)
+    shape |= {"qkv_bias": True} if model_type == "qwen2" else {"qkv_bias": biases, "wo_bias": biases}
+    shape |= _rope_from(fields, problems)
     if problems:
         raise ValueError("; ".join(problems))
-    return DecoderConfig(
-        **shape,
-        **rope,
-        n_kv_heads=fields.get("num_key_value_heads") or fields["num_attention_heads"],
-        head_dim=fields.get("head_dim") or (128 if model_type == "qwen3" else None),
-        norm_eps=fields.get("rms_norm_eps", 1e-6),
-        tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        qk_norm=model_type == "qwen3",
-    )
+    return DecoderConfig(**shape, qk_norm=model_type == "qwen3")
 
 
-def _rope_from(fields: dict) -> dict:
+_REQUIRED = object()
+
+
+def _typed(fields: dict, name: str, kind: type, default, problems: list[str]):
+    """A field of a type: numbers are above 0; missing or null means the default."""
+    value = fields.get(name)
+    if value is None:
+        if default is _REQUIRED:
+            problems.append(f"{name} is missing")
+        return None if default is _REQUIRED else default
+    kinds = (int, float) if kind is float else kind
+    good = isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
+    if not good or (kind in (int, float) and not 0 < value < math.inf):
+        words = {
+            int: "a whole number above 0",
+            float: "a number above 0",
+            bool: "true or false",
+            list: "a list",
+            dict: "a table",
+        }
+        problems.append(f"{name} = {value!r}: expected {words[kind]}")
+        return None
+    return value
+
+
+def _rope_from(fields: dict, problems: list[str]) -> dict:
     """Rotary fields, from the new key (``rope_parameters``) or the old ones (``rope_theta``, ``rope_scaling``)."""
-    parameters = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-    theta = parameters.pop("rope_theta", None) or fields.get("rope_theta") or 10_000.0
-    kinds = {parameters.pop(key) for key in ("rope_type", "type") if key in parameters} or {"default"}
-    rope = {"rope_theta": float(theta)}
-    if kinds == {"llama3"}:
-        missing = [key for key in _LLAMA3_ROPE if key not in parameters]
-        if missing:
-            raise ValueError(f"the llama3 rope lacks {', '.join(missing)}")
-        rope |= {ours: parameters.pop(theirs) for theirs, ours in _LLAMA3_ROPE.items()}
-    elif kinds != {"default"}:
-        raise ValueError(f"rope_type = {' and '.join(sorted(kinds))!r}: only default and llama3 can be computed")
+    new, old = (dict(_typed(fields, name, dict, {}, problems) or {}) for name in ("rope_parameters", "rope_scaling"))
+    for parameters in (new, old):
+        if "type" in parameters:  # its name before rope_type
+            parameters.setdefault("rope_type", parameters.pop("type"))
+    if new and old and any(new.get(key, value) != value for key, value in old.items()):
+        problems.append(f"rope_parameters {new} and rope_scaling {old} disagree: keep one")
+    parameters = old | new
+    theta = _typed(fields, "rope_theta", float, 10_000.0, problems)
+    rope = {"rope_theta": _typed(parameters, "rope_theta", float, theta, problems)}
+    kind = parameters.pop("rope_type", "default")
+    parameters.pop("rope_theta", None)
+    if kind == "llama3":
+        for theirs, ours in _LLAMA3_ROPE.items():
+            rope[ours] = _typed(parameters, theirs, float, _REQUIRED, problems)
+            parameters.pop(theirs, None)
+    elif kind != "default":
+        problems.append(f"rope_type = {kind!r}: only default and llama3 can be computed")
+        return rope
     if parameters.pop("partial_rotary_factor", 1) != 1 or parameters:
-        raise ValueError(f"rope parameters {parameters or 'partial_rotary_factor'}: unknown, and may change the result")
+        problems.append(f"rope parameters {parameters or 'partial_rotary_factor'}: unknown, and may change the result")
     return rope
 
 
-def config_json(config: DecoderConfig, max_position_embeddings: int, dtype: str, token_ids: dict) -> dict:
-    """The config.json of an architecture, with old and new rope keys. ``token_ids``: bos_token_id and the like.
+def config_json(config: DecoderConfig, dtype: str, beside: dict) -> dict:
+    """The config.json of an architecture, with old and new rope keys. ``beside``: more fields, such as eos_token_id.
 
     Raises ``ValueError`` where no Hugging Face model type has this combination of switches.
     """
     model_type = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.wo_bias else "llama"
-    biases = {"llama": config.qkv_bias, "qwen3": config.qkv_bias}.get(model_type)
     if model_type != "qwen2" and config.qkv_bias != config.wo_bias:
         raise ValueError(
             f"no Hugging Face model has qkv_bias = {config.qkv_bias}, wo_bias = {config.wo_bias}, "
@@ -154,16 +179,15 @@ def config_json(config: DecoderConfig, max_position_embeddings: int, dtype: str,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
-        "max_position_embeddings": max_position_embeddings,
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_factor == 1 else rope,
         "rope_parameters": {"rope_theta": config.rope_theta, **rope},
         "dtype": dtype,
         "torch_dtype": dtype,
-        **token_ids,
+        **beside,
     }
-    if biases is not None:
-        fields["attention_bias"] = biases
+    if model_type != "qwen2":
+        fields["attention_bias"] = config.qkv_bias
     if model_type == "llama":
         fields["mlp_bias"] = False
     return fields

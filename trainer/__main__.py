@@ -90,6 +90,7 @@ COMMANDS = {
         {
             "--checkpoint": _CHECKPOINT,
             "--hf": _HF,
+            "--tokenizer": {"metavar": "T", "help": "as data.tokenizer (default: the model's own)"},
             "--prompt": {"metavar": "TEXT", "required": True, "help": "the text to continue"},
             "--tokens": {"metavar": "K", "type": int, "default": 50, "help": "tokens to add at most (default 50)"},
         },

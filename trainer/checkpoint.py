@@ -8,10 +8,9 @@ name and renamed last.
 import contextlib
 import json
 import os
-import re
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,76 +20,20 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from parallelize.local_model import LocalModel
+from trainer.checkpoint_folder import (
+    checkpoint_root,
+    complete_checkpoints,
+    damaged_error,
+    read_state,
+    remove_checkpoint,
+    write_state,
+)
 from trainer.config import Config
+from trainer.data.tokenizer import digest_of
 from trainer.errors import UserError
 from trainer.manifest import find_damage, shared_manifest
 from trainer.optimizer import create_state, optimizer_tensors
 from trainer.rank import on_main_rank
-
-STATE_FILE = "trainer_state.json"
-# What makes it the same run. The layout, the machine and the length may change at a resume.
-_IDENTITY = (
-    "job.seed", "model", "data.source", "data.path", "data.tokenizer", "data.seed", "data.shuffle",
-    "training.seq_len", "training.global_batch_size",
-)  # fmt: skip
-
-
-def step_of(folder: Path) -> int | None:
-    match = re.fullmatch(r"step-(\d{8})", folder.name)
-    return int(match[1]) if match else None
-
-
-def complete_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints below ``root``, oldest first."""
-    found = [
-        folder for folder in root.glob("step-*") if step_of(folder) is not None and (folder / STATE_FILE).is_file()
-    ]
-    return sorted(found, key=step_of)
-
-
-def choose_resume(config: Config, damaged: Sequence[Path] = ()) -> Path | None:
-    """The checkpoint that the config asks to start from, None for a fresh start. Raises ``UserError``.
-
-    ``damaged``: the run's own checkpoints that are known to be; they do not count.
-
-    A run's own newest checkpoint always comes first, so that the command that started from another folder
-    goes on after a kill.
-    """
-    own = [folder for folder in complete_checkpoints(checkpoint_root(config)) if folder not in damaged]
-    resume = config.checkpoint.resume
-    if resume == "auto":
-        return own[-1] if own else None
-    if resume == "never":
-        if own:
-            raise UserError(
-                f'checkpoint.resume = "never", but job.output_dir = "{config.job.output_dir}" already holds a run '
-                f"(checkpoint of step {step_of(own[-1])}): choose another job.output_dir, or remove that folder"
-            )
-        return None
-    folder = Path(resume)
-    if not (folder / STATE_FILE).is_file():
-        raise UserError(
-            f'checkpoint.resume = "{resume}" is not a checkpoint folder; use "auto", "never" or .../step-00000100'
-        )
-    if own and folder.resolve().parent == own[-1].resolve().parent and folder.resolve() != own[-1].resolve():
-        raise UserError(
-            f'checkpoint.resume = "{resume}", but job.output_dir = "{config.job.output_dir}" goes on to step '
-            f"{step_of(own[-1])}: choose another job.output_dir, or remove the later checkpoints"
-        )
-    return own[-1] if own else folder
-
-
-def checkpoint_root(config: Config) -> Path:
-    return Path(config.job.output_dir) / "checkpoints"
-
-
-def read_state(folder: Path) -> dict:
-    """The checkpoint's ``trainer_state.json``. Raises ``UserError`` if it is damaged."""
-    try:
-        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        return {key: state[key] for key in ("step", "skipped_steps", "config", "files")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(folder, error) from None
 
 
 def stored_tensors(folder: Path) -> dict:
@@ -98,7 +41,7 @@ def stored_tensors(folder: Path) -> dict:
     try:
         return dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     except Exception as error:  # whatever unpickling a damaged file raises
-        raise _damaged(folder, error) from None
+        raise damaged_error(folder, error) from None
 
 
 @contextlib.contextmanager
@@ -120,15 +63,7 @@ def read_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         with _on_this_process_alone():
             dcp.load(tensors, checkpoint_id=str(folder), no_dist=True)
     except CheckpointException as error:
-        raise _damaged(folder, next(iter(error.failures.values()))[0]) from None
-
-
-def write_state(folder: Path, **state) -> None:
-    """Write ``trainer_state.json``: the folder's tensors are complete. ``files``: their manifest."""
-    with (folder / STATE_FILE).open("w", encoding="utf-8") as file:
-        json.dump(state | {"torch": torch.__version__}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())  # DCP does the same with its files
+        raise damaged_error(folder, next(iter(error.failures.values()))[0]) from None
 
 
 def damage_in(folder: Path) -> list[str]:
@@ -140,50 +75,6 @@ def damage_in(folder: Path) -> list[str]:
     return find_damage(folder, state["files"])
 
 
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint, first the file that makes it count as complete."""
-    (folder / STATE_FILE).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _damaged(folder: Path, error: BaseException) -> UserError:
-    earlier = [other for other in complete_checkpoints(folder.parent) if step_of(other) < (step_of(folder) or 0)]
-    hint = f"to go on from {earlier[-1]} instead, move it away" if earlier else "to start over, move it away"
-    reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[-1:]])
-    return UserError(f"checkpoint {folder} cannot be read ({reason}): {hint}")
-
-
-def changed_since(state: dict, config: Config) -> list[str]:
-    """What else differs from the config that a checkpoint was written with, as "key: before -> after"."""
-    now = json.loads(config.model_dump_json())
-    sections = ("training", "optimizer", "lr_schedule", "parallel", "precision")
-    return [
-        f"{section}.{key}: {before} -> {now[section].get(key)}"
-        for section in sections
-        for key, before in state["config"][section].items()
-        if now[section].get(key) != before
-    ]
-
-
-def check_same_run(folder: Path, config: Config) -> None:
-    """Raise ``UserError`` if the checkpoint is of another run: other model, data, seed or batch."""
-    saved = read_state(folder)["config"]
-    now = json.loads(config.model_dump_json())
-    for tables in (saved, now):
-        tables["model"].pop("hf_path", None)  # read at the start alone: the directory may have moved
-    problems = []
-    for key in _IDENTITY:
-        section, _, name = key.partition(".")
-        before, after = (tables[section][name] if name else tables[section] for tables in (saved, now))
-        if before != after:
-            shown = f"was {before!r}, is {after!r}" if name else "differs"
-            problems.append(
-                f"{key} {shown}, but the run in {folder} must keep it: change it back, or choose another job.output_dir"
-            )
-    if problems:
-        raise UserError(*problems)
-
-
 class Checkpointer:
     """Saves and loads the whole state of a run. Every method is called by all ranks together."""
 
@@ -191,6 +82,7 @@ class Checkpointer:
         self.root = checkpoint_root(config)
         self.keep_latest = config.checkpoint.keep_latest
         self.config = json.loads(config.model_dump_json())
+        self.origin: dict = {}  # what the Hugging Face directory of the weights said, for an export one day
         # A tied weight is one tensor in the file. The last stage writes and reads it as well as the first;
         # where one rank holds both, the first is saved and the copy follows it.
         self.named = model.copies | model.named
@@ -218,12 +110,15 @@ class Checkpointer:
                 world_size=dist.get_world_size(),
                 config=self.config,
                 files=files,
+                tokenizer=digest_of(self.config["data"]["tokenizer"]),
+                origin=self.origin,
+                torch=torch.__version__,
             )
-            _remove(final)  # only ever one that was not complete, or damaged
+            remove_checkpoint(final)  # only ever one that was not complete, or damaged
             os.rename(partial, final)
             if self.keep_latest:
                 for old in complete_checkpoints(self.root)[: -self.keep_latest]:
-                    _remove(old)
+                    remove_checkpoint(old)
         dist.barrier()
         return final
 
@@ -235,6 +130,7 @@ class Checkpointer:
         create_state(self.optimizer)
         tensors = self._tensors()
         state = read_state(folder)
+        self.origin = state["origin"]
         stored = on_main_rank(stored_tensors, folder)
         generators = {name for name in tensors if name.startswith("rng.")}
         self._check_keys(folder, {name: t for name, t in tensors.items() if name not in generators}, stored)
@@ -252,6 +148,7 @@ class Checkpointer:
         """Read the weights alone, converting their dtype: how a new run starts from a checkpoint of another."""
         if damage := damage_in(folder):
             raise UserError(*damage)
+        self.origin = read_state(folder)["origin"]
         tensors = self._weights()
         stored = on_main_rank(stored_tensors, folder)
         self._check_keys(folder, tensors, {n: t for n, t in stored.items() if n.startswith("model.")}, any_dtype=True)
@@ -264,7 +161,7 @@ class Checkpointer:
         try:
             dcp.load(tensors, checkpoint_id=str(folder))
         except CheckpointException as error:  # of all ranks, on all ranks
-            raise _damaged(folder, next(iter(error.failures.values()))[0]) from None
+            raise damaged_error(folder, next(iter(error.failures.values()))[0]) from None
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return {f"model.{name}": parameter.detach() for name, parameter in self.named.items()}

@@ -188,7 +188,9 @@ class Checkpoint(Section):
     )
 
     init_from: str | None = Field(
-        None, min_length=1, description="a checkpoint folder whose weights, and nothing else, a new run starts from"
+        None,
+        min_length=1,
+        description="a checkpoint folder whose weights and architecture, and nothing else, a new run starts from",
     )
     export_dir: str | None = Field(
         None, min_length=1, description="after the last step, write the model here as a Hugging Face directory"

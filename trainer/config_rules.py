@@ -4,7 +4,9 @@ Every problem is collected, so that one run of the command shows them all; each 
 values, and a value that would work.
 """
 
+import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from models import FAMILIES
 from models.decoder_config import DecoderConfig
 from parallelize.layout import Layout
 from parallelize.schedules import Schedule, ScheduleFile, balance_uniform, schedule_of
+from trainer.checkpoint_folder import EXPORT_MARKER, architecture_in, checkpoint_root, complete_checkpoints
 from trainer.config import Config, Model, Parallel
 from trainer.errors import UserError
 from trainer.hf_directory import read_architecture
@@ -80,7 +83,7 @@ def resolve_config(config: Config, world_size: int) -> Resolved:
             problems.extend(error.problems)
             return None
 
-    architecture = attempt(architecture_of, config.model)
+    architecture = attempt(architecture_of, config)
     layout = attempt(layout_of, config.parallel, world_size)
     problems += _lr_problems(config)
     problems += _data_problems(config)
@@ -100,16 +103,28 @@ def resolve_config(config: Config, world_size: int) -> Resolved:
     return Resolved(config, architecture, layout, layers_per_stage, stage_ranks)
 
 
-def architecture_of(model: Model) -> DecoderConfig:
-    """The named size, or the architecture of the Hugging Face directory, with the section's overrides applied."""
-    sizes = FAMILIES[model.family]
-    if model.hf_path is not None:
-        base = read_architecture(model.hf_path)
-    elif model.size in sizes:
-        base = sizes[model.size]
-    else:
-        raise UserError(f'model.size = "{model.size}": {model.family} has {", ".join(sizes)}')
+def architecture_of(config: Config) -> DecoderConfig:
+    """The architecture of the initial weights if the config names any, else the named size with the section's keys.
+
+    Weights fit one architecture only; a key may restate it or change the rotary frequencies (for a longer context),
+    and nothing else.
+    """
+    model = config.model
     overrides = model.model_dump(exclude=_NOT_ARCHITECTURE, exclude_none=True)
+    if config.model.hf_path is not None or config.checkpoint.init_from is not None:
+        base, source = _architecture_of_weights(config)
+        problems = [
+            f"model.{key} = {value}, but the weights in {source} are of a model with {getattr(base, key)}: leave it out"
+            for key, value in overrides.items()
+            if value != getattr(base, key) and not key.startswith("rope_")
+        ]
+        if problems:
+            raise UserError(*problems)
+        return replace(base, **{key: value for key, value in overrides.items() if key.startswith("rope_")})
+    sizes = FAMILIES[model.family]
+    if model.size not in sizes:
+        raise UserError(f'model.size = "{model.size}": {model.family} has {", ".join(sizes)}')
+    base = sizes[model.size]
     if "head_dim" not in overrides and overrides.keys() & {"dim", "n_heads"}:
         base = replace(base, head_dim=None)  # follow the new quotient
         overrides["head_dim"] = None
@@ -117,6 +132,18 @@ def architecture_of(model: Model) -> DecoderConfig:
         return replace(base, **overrides)
     except ValueError as error:
         raise UserError(f"model: {error}") from None
+
+
+def _architecture_of_weights(config: Config) -> tuple[DecoderConfig, str]:
+    """The architecture of ``model.hf_path`` or ``checkpoint.init_from``, and where it was read.
+
+    A run that has a checkpoint of its own does not need them any more.
+    """
+    own = complete_checkpoints(checkpoint_root(config))
+    source = config.model.hf_path or config.checkpoint.init_from
+    if own and not Path(source).exists():
+        return architecture_in(own[-1]), str(own[-1])
+    return (read_architecture(source) if config.model.hf_path else architecture_in(Path(source))), source
 
 
 def layout_of(parallel: Parallel, world_size: int) -> Layout:
@@ -295,8 +322,26 @@ def _start_problems(config: Config) -> Iterator[str]:
             f'model.hf_path = "{config.model.hf_path}" and checkpoint.init_from = "{config.checkpoint.init_from}" both name '
             "initial weights: keep one"
         )
-    if config.checkpoint.init_from is not None and not (Path(config.checkpoint.init_from) / ".metadata").is_file():
-        yield f'checkpoint.init_from = "{config.checkpoint.init_from}" is not a checkpoint folder, such as .../step-00000100'
+    if config.checkpoint.export_dir is not None:
+        yield from _export_problems(config, Path(config.checkpoint.export_dir))
+
+
+def _export_problems(config: Config, out: Path) -> Iterator[str]:
+    """Of a directory that is written after the last step: known now rather than then."""
+    named = f'checkpoint.export_dir = "{out}"'
+    if out.is_dir() and any(out.iterdir()):
+        try:
+            mine = json.loads((out / EXPORT_MARKER).read_text())["output_dir"] == str(
+                Path(config.job.output_dir).resolve()
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            mine = False
+        if not mine:
+            yield f"{named} holds something else than an export of this run: name a new directory"
+    elif out.exists() and not out.is_dir():
+        yield f"{named} is not a directory"
+    elif not os.access(next(parent for parent in out.resolve().parents if parent.exists()), os.W_OK):
+        yield f"{named} cannot be made there: no permission to write"
 
 
 def _powers_of_two_in(value: int) -> str:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from parallelize.mesh import Mesh
 from trainer.build import build_model, build_train_step
-from trainer.checkpoint import Checkpointer, read_state
+from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.config_load import dump_config, load_config
-from trainer.config_rules import architecture_keys, resolve_config
+from trainer.config_rules import resolve_config
 from trainer.data.loader import batches_in_order, load_rows
 from trainer.errors import EXIT_FAILED, UserError
 from trainer.launch import check_files, count_processes, run_ranks
@@ -28,15 +28,15 @@ def main(options: argparse.Namespace, config: Config) -> int:
     """Print loss and perplexity. Raises ``UserError``."""
     if options.batches is not None and options.batches < 1:
         raise UserError(f"--batches {options.batches}: at least 1 is needed")
-    nproc = count_processes(config, options.nproc, n_nodes=1)
-    resolved = resolve_config(config, nproc)
     if options.checkpoint is not None:
-        read_state(Path(options.checkpoint))
-        checkpoint = config.checkpoint.model_copy(update={"init_from": options.checkpoint})
-        spelled_out = architecture_keys(resolved.architecture) | {"hf_path": None}
         config = config.model_copy(
-            update={"checkpoint": checkpoint, "model": config.model.model_copy(update=spelled_out)}
+            update={
+                "checkpoint": config.checkpoint.model_copy(update={"init_from": options.checkpoint}),
+                "model": config.model.model_copy(update={"hf_path": None}),
+            }
         )
+    nproc = count_processes(config, options.nproc, n_nodes=1)
+    resolve_config(config, nproc)
     check_files(config)
     with tempfile.TemporaryDirectory(prefix="meshloom-evaluate-") as scratch:
         folder = Path(scratch)

@@ -33,13 +33,24 @@ def read_architecture(folder: str) -> DecoderConfig:
     """The architecture that config.json describes. Raises ``UserError``."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise UserError(f'model.hf_path = "{folder}": no config.json in it; give a Hugging Face model directory')
+        raise UserError(f"{folder} has no config.json in it: give a Hugging Face model directory")
+    fields = read_json(path)
     try:
-        return architecture_from(read_json(path))
-    except UserError:
-        raise
+        return architecture_from(fields)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def read_origin(folder: str) -> dict:
+    """What a directory says beside the architecture, for the day that the model is exported again."""
+    fields = read_json(Path(folder) / "config.json")
+    kept = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+    generation = Path(folder) / "generation_config.json"
+    return {
+        "path": folder,
+        "config": {key: fields[key] for key in kept if fields.get(key) is not None},
+        "generation_config": read_json(generation) if generation.is_file() else None,
+    }
 
 
 class HfWeights:

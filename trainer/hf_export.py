@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from models.decoder_config import DecoderConfig
 from models.hugging_face import config_json, hugging_face_name
 from trainer.build import parameter_shapes
-from trainer.checkpoint import complete_checkpoints, read_state, read_tensors, stored_tensors
+from trainer.checkpoint import read_tensors, stored_tensors
+from trainer.checkpoint_folder import EXPORT_MARKER, architecture_in, newest_checkpoint, read_state
 from trainer.config import Config
 from trainer.data.tokenizer import HuggingFaceTokenizer, tokenizer_file
 from trainer.errors import UserError
@@ -21,23 +21,9 @@ from trainer.output_folder import new_folder
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def architecture_in(checkpoint: Path) -> DecoderConfig:
-    """The architecture of the model in a checkpoint."""
-    model = read_state(checkpoint)["config"]["model"]
-    return DecoderConfig(**{key: model[key] for key in DecoderConfig.__dataclass_fields__})
-
-
-def newest_checkpoint(output_dir: str) -> Path:
-    """The newest checkpoint of a run. Raises ``UserError`` if it has none."""
-    found = complete_checkpoints(Path(output_dir) / "checkpoints")
-    if not found:
-        raise UserError(f'job.output_dir = "{output_dir}" holds no checkpoint; name one with --checkpoint')
-    return found[-1]
 
 
 def export(checkpoint: Path, out: Path, dtype: str | None, max_shard_bytes: int = 2_000_000_000) -> None:
@@ -51,13 +37,10 @@ def export(checkpoint: Path, out: Path, dtype: str | None, max_shard_bytes: int 
     if missing := sorted(shapes.keys() - stored.keys()):
         raise UserError(f"{checkpoint}: model.{missing[0]} is missing")
     dtypes = {name: DTYPES[dtype] if dtype else stored[name].properties.dtype for name in shapes}
-    folder, token_ids = _tokenizer_of(state["config"])
-    source = read_json(folder / "config.json") if folder and (folder / "config.json").is_file() else {}
-    positions = source.get("max_position_embeddings", state["config"]["training"]["seq_len"])
-    ids = {key: source[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in source}
+    folder, fields_beside, generation = _beside_the_weights(state)
     dtype_name = str(dtypes["tok_embeddings.weight"]).removeprefix("torch.")
     try:
-        fields = config_json(architecture, positions, dtype_name, token_ids | ids)
+        fields = config_json(architecture, dtype_name, fields_beside)
     except ValueError as error:
         raise UserError(f"{checkpoint}: {error}") from None
     with new_folder(out) as partial, ThreadPoolExecutor(1) as pool:
@@ -66,8 +49,7 @@ def export(checkpoint: Path, out: Path, dtype: str | None, max_shard_bytes: int 
         for name in _TOKENIZER_FILES if folder else ():
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, partial / name)
-        if not (partial / "generation_config.json").is_file():
-            _write_json(partial / "generation_config.json", token_ids | ids)
+        _write_json(partial / "generation_config.json", generation)
         _write_json(partial / "config.json", fields)
         if damage.result():
             raise UserError(*damage.result())
@@ -107,27 +89,51 @@ def _shards(
     yield names
 
 
-def _tokenizer_of(config: dict) -> tuple[Path | None, dict]:
-    """The folder of a run's tokenizer, if it has one and it is still there, and its end-of-text id."""
+def _beside_the_weights(state: dict) -> tuple[Path | None, dict, dict]:
+    """The folder of the run's tokenizer if it has one, fields of config.json beside the architecture, and the content
+    of generation_config.json: what the original directory said, else what the tokenizer and the run say."""
+    config, origin = state["config"], state["origin"]
+    folder, ids = None, {}
     try:
         path = tokenizer_file(config["data"]["tokenizer"])
+        if path is not None:
+            folder, ids = path.parent, {"eos_token_id": HuggingFaceTokenizer(path).eos_id}
     except UserError:
-        print(f"note: the tokenizer {config['data']['tokenizer']!r} is not there any more: the export is without one")
-        return None, {}
-    return (None, {}) if path is None else (path.parent, {"eos_token_id": HuggingFaceTokenizer(path).eos_id})
+        print(f"note: the tokenizer {config['data']['tokenizer']!r} is not there: the export is without one")
+    fields = {"max_position_embeddings": config["training"]["seq_len"], **ids} | origin.get("config", {})
+    if origin and config["data"]["tokenizer"] not in (origin["path"], "bytes"):
+        fields |= ids  # a tokenizer of the run's own choice
+    generation = origin.get("generation_config") or {key: value for key, value in fields.items() if "token_id" in key}
+    return folder, fields, generation
 
 
 def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def export_run(config: Config) -> None:
+    """Export the newest checkpoint of a finished run into its ``checkpoint.export_dir``, unless it is there already."""
+    out, checkpoint = Path(config.checkpoint.export_dir), newest_checkpoint(config.job.output_dir)
+    source = {"output_dir": str(Path(config.job.output_dir).resolve()), "step": read_state(checkpoint)["step"]}
+    source["dtype"] = config.checkpoint.export_dtype
+    marker = out / EXPORT_MARKER
+    if marker.is_file() and read_json(marker) == source:
+        print(f"exported    {out} (before)")
+        return
+    if marker.is_file():  # an earlier step of the same run: the config check has seen to that
+        shutil.rmtree(out)
+    export(checkpoint, out, config.checkpoint.export_dtype)
+    _write_json(marker, source)
+    print(f"exported    {out}", flush=True)
+
+
 def export_command(options, config: Config | None) -> int:
     """``export-hf``: of ``--checkpoint``, else of the newest checkpoint of ``--config``."""
     if options.checkpoint is None and config is None:
         raise UserError("export-hf needs --checkpoint STEP_DIR, or --config C for the newest checkpoint of its run")
-    checkpoint = Path(options.checkpoint) if options.checkpoint else newest_checkpoint(config.job.output_dir)
-    if options.max_shard_gb <= 0:
+    if not 0 < options.max_shard_gb < 1e9:
         raise UserError(f"--max-shard-gb {options.max_shard_gb}: must be above 0")
+    checkpoint = Path(options.checkpoint) if options.checkpoint else newest_checkpoint(config.job.output_dir)
     export(checkpoint, Path(options.out), options.dtype, int(options.max_shard_gb * 1e9))
     print(f"wrote {options.out} from {checkpoint}")
     return 0

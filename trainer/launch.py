@@ -186,19 +186,21 @@ def run_ranks(nproc: int, command: list[str], rendezvous: Sequence[str] = ("--st
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # our ranks speak for themselves
     with tempfile.NamedTemporaryFile(prefix="meshloom-status-") as status:
         os.environ[STATUS_FILE_VARIABLE] = status.name
+        failures = {}
         try:
             run.run(run.parse_args([*rendezvous, f"--nproc-per-node={nproc}", *command]))
             return 0
         except ChildFailedError as error:
-            codes = [failure.exitcode for failure in error.failures.values()]
-            for rank, failure in sorted(error.failures.items()):
-                if failure.exitcode < 0:  # it could not say so itself
-                    hint = ": out of memory?" if failure.signal_name() == "SIGKILL" else ""
-                    print(f"error: rank {rank} was ended by {failure.signal_name()}{hint}", file=sys.stderr)
+            failures = error.failures
         except SignalException:
-            codes = []
+            pass
         said = status.read().decode()
-        return int(said) if said else max([EXIT_FAILED, *codes])
+        for rank, failure in sorted(failures.items()):
+            name = failure.signal_name() if failure.exitcode < 0 else ""  # it could not say so itself
+            if name and not (said and name == "SIGTERM"):  # torchrun ends the others once the first has said why
+                hint = ": out of memory?" if name == "SIGKILL" else ""
+                print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
+        return int(said) if said else max([EXIT_FAILED, *(failure.exitcode for failure in failures.values())])
 
 
 if __name__ == "__main__":

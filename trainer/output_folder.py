@@ -5,6 +5,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,17 +73,20 @@ def new_folder(out: Path) -> Iterator[Path]:
 
     Raises ``UserError`` if there is something under that name, or it cannot be written.
     """
+    shown, out = out, out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} exists: name a new directory, or remove it")
-    partial = out.with_name(out.name + ".partial")
+        raise UserError(f"{shown} exists: name a new directory, or remove it")
+    partial = None
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # left over by a kill
-        partial.mkdir(parents=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        partial.chmod(0o755)  # mkdtemp's is for this user alone
         yield partial
         if out.exists():
             out.rmdir()
         os.rename(partial, out)
     except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error}") from None
+        raise UserError(f"{shown} cannot be written: {error}") from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)

@@ -1,7 +1,6 @@
 """``sample``: continue a prompt greedily. A quick look at a model on one device, with no ambition to serve one."""
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -10,12 +9,14 @@ import torch.distributed as dist
 from parallelize.grad_norm import local_tensor
 from parallelize.mesh import Mesh
 from trainer.build import build_model
-from trainer.checkpoint import damage_in, read_state, read_tensors
+from trainer.checkpoint import damage_in, read_tensors
+from trainer.checkpoint_folder import read_state
 from trainer.config import Config
-from trainer.config_load import Override, load_config
+from trainer.config_load import load_config
 from trainer.config_rules import Resolved, resolve_config
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer import load_tokenizer_for
 from trainer.errors import UserError
+from trainer.hf_import import config_of_directory
 from trainer.rank import run_rank
 
 
@@ -25,15 +26,16 @@ def main(options: argparse.Namespace) -> int:
     if options.tokens < 1:
         raise UserError(f"--tokens {options.tokens}: at least 1 is needed")
     config = _config_of(options)
-    resolve_config(config, 1)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    prompt = tokenizer.encode_prompt(options.prompt)
+    architecture = resolve_config(config, 1).architecture
+    tokenizer = load_tokenizer_for(config.data.tokenizer, architecture.vocab_size)
+    try:
+        prompt = tokenizer.encode_prompt(options.prompt)
+    except (UnicodeEncodeError, TypeError):
+        raise UserError("--prompt is not valid UTF-8") from None
     if not prompt:
         raise UserError("--prompt is empty: give at least one token to continue")
-    n_positions = len(prompt) + options.tokens
-    config = config.model_copy(
-        update={"training": config.training.model_copy(update={"seq_len": n_positions, "global_batch_size": 1, "micro_batch_size": 1})}
-    )  # fmt: skip
+    sizes = {"seq_len": len(prompt) + options.tokens, "global_batch_size": 1, "micro_batch_size": 1}
+    config = config.model_copy(update={"training": config.training.model_copy(update=sizes)})
     resolved = resolve_config(config, 1)
 
     def work(device: torch.device) -> int:
@@ -44,15 +46,17 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _config_of(options: argparse.Namespace) -> Config:
-    """The run that a checkpoint is of, or the model of a directory, without any parallelism."""
+    """The model of a directory or of a checkpoint, with its tokenizer, and without any parallelism."""
     if options.hf is not None:
-        return load_config(None, [Override("model.hf_path", json.dumps(options.hf))])
-    saved = Config.model_validate_json(json.dumps(read_state(Path(options.checkpoint))["config"]))
-    plain = load_config(None)
-    checkpoint = plain.checkpoint.model_copy(update={"init_from": options.checkpoint})
-    # The architecture is spelled out in what was saved; the directory that it came from may be gone.
-    model = saved.model.model_copy(update={"hf_path": None})
-    return plain.model_copy(update={"model": model, "data": saved.data, "checkpoint": checkpoint})
+        return config_of_directory(options.hf, options.tokenizer)
+    saved = read_state(Path(options.checkpoint))["config"]["data"]["tokenizer"]
+    config = load_config(None)
+    return config.model_copy(
+        update={
+            "checkpoint": config.checkpoint.model_copy(update={"init_from": options.checkpoint}),
+            "data": config.data.model_copy(update={"tokenizer": options.tokenizer or saved}),
+        }
+    )
 
 
 def _continue(resolved: Resolved, device: torch.device, prompt: list[int], n_tokens: int, eos_id: int) -> list[int]:

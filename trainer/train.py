@@ -1,7 +1,6 @@
 """The ``train`` command: what one rank does from a checked config to the end of the run."""
 
 import contextlib
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,8 @@ import torch.distributed as dist
 
 from parallelize.mesh import Mesh
 from trainer.build import build_model, build_train_step, compute_dtype
-from trainer.checkpoint import Checkpointer, changed_since, check_same_run, choose_resume, damage_in, read_state
+from trainer.checkpoint import Checkpointer, damage_in
+from trainer.checkpoint_folder import changed_since, check_same_run, choose_resume, read_state
 from trainer.config import Config
 from trainer.config_load import dump_config
 from trainer.config_rules import Resolved, resolve_config
@@ -19,7 +19,8 @@ from trainer.data.loader import load_rows, make_loader
 from trainer.data.rows import TokenRows
 from trainer.errors import EXIT_STOPPED, UserError
 from trainer.hardware import peak_flops
-from trainer.hf_export import export, newest_checkpoint
+from trainer.hf_directory import read_origin
+from trainer.hf_export import export_run
 from trainer.loop import Run, RunFacts, train
 from trainer.lr_schedule import LrSchedule
 from trainer.metrics import Reporter
@@ -30,17 +31,15 @@ from trainer.signals import StopRequest
 
 def main(config: Config, stop: StopRequest) -> int:
     """Train as one rank of the job. Returns the exit code."""
-    code = run_rank(lambda device: 0 if _train(config, device, stop) else EXIT_STOPPED)
-    if code == 0 and config.checkpoint.export_dir is not None and int(os.environ.get("RANK", "0")) == 0:
-        _export(config)  # after the other ranks have left: nobody waits for it
-    return code
 
+    def work(device: torch.device) -> int:
+        if not _train(config, device, stop):
+            return EXIT_STOPPED
+        if config.checkpoint.export_dir is not None and dist.get_rank() == 0:  # the others leave: nobody waits
+            export_run(config)
+        return 0
 
-def _export(config: Config) -> None:
-    out = Path(config.checkpoint.export_dir)
-    if not (out / "config.json").is_file():
-        export(newest_checkpoint(config.job.output_dir), out, config.checkpoint.export_dtype)
-        print(f"exported    {out}")
+    return run_rank(work)
 
 
 def _train(config: Config, device: torch.device, stop: StopRequest) -> bool:
@@ -82,6 +81,8 @@ def _prepare(
         state = {"step": 0, "skipped_steps": 0}
         if init_from is not None:
             checkpointer.load_weights(Path(init_from))
+        elif config.model.hf_path is not None:
+            checkpointer.origin = read_origin(config.model.hf_path)
     done = state["step"]
     if is_main:
         (folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
@@ -175,7 +176,7 @@ def _print_summary(resolved: Resolved, device: torch.device, n_rows: int) -> Non
     precision, n_processes = config.precision, layout.world_size
     stages = f", {config.parallel.schedule}, layers per stage {'+'.join(map(str, resolved.layers_per_stage))}"
     print(
-        f"model       {config.model.hf_path or f'{config.model.family} {config.model.size}'}, {resolved.architecture.n_params:,} parameters\n"
+        f"model       {config.model.hf_path or config.checkpoint.init_from or f'{config.model.family} {config.model.size}'}, {resolved.architecture.n_params:,} parameters\n"
         f"layout      {layout}{stages if layout.pp > 1 else ''}; {n_processes} process{'es' * (n_processes > 1)} on {_device_name(device)}\n"
         f"batch       {training.micro_batch_size} sequences x {resolved.n_microbatches} micro-batches x {layout.dp} data ranks "
         f"= {training.global_batch_size} of {training.seq_len} tokens: {resolved.tokens_per_step:,} tokens a step\n"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from tests.hugging import loss_and_gradients, make_model, save_model
 from tests.tiny import TINY, make_batch
 from trainer.config import Config
 from trainer.config_load import Override, load_config
+from trainer.config_rules import resolve_config
+from trainer.data.tokenizer import ASSETS
+from trainer.errors import UserError
 from trainer.hf_export import export
 from trainer.hf_import import import_directory
 from trainer.verify import shrink
@@ -64,9 +68,9 @@ def test_train_at_one_layout_export_and_open_with_transformers(ranks, tmp_path, 
     save_model(name, tmp_path / "hf")
     config = config_of(
         str(tmp_path / "hf"), parallel__tp=2, parallel__pp=2, training__steps=2, job__output_dir=str(tmp_path / "run"),
-        data__tokenizer="bytes", lr_schedule__warmup_steps=0, model__vocab_size=257,
+        data__tokenizer="bytes", lr_schedule__warmup_steps=0,
     )  # fmt: skip
-    with pytest.raises(AssertionError, match=r"has shape \[256, 64\], the model \[257, 64\]"):
+    with pytest.raises(AssertionError, match=r"has 257 ids, but the model has vocab_size = 256"):
         ranks(8, run_training, config)  # the byte tokenizer's ids do not fit the directory's embedding
     make_model(name, vocab_size=257).save_pretrained(tmp_path / "hf257")
     model = config.model.model_copy(update={"hf_path": str(tmp_path / "hf257"), "vocab_size": None})
@@ -83,31 +87,74 @@ def test_train_at_one_layout_export_and_open_with_transformers(ranks, tmp_path, 
 
 
 def test_b44_a_new_run_takes_the_weights_alone_and_goes_on_from_its_own(ranks, tmp_path):
-    save_model("llama", tmp_path / "hf")
+    """The architecture comes with the weights; once the run has a checkpoint of its own, they may go."""
+    make_model("qwen2", vocab_size=257).save_pretrained(tmp_path / "hf")
     import_directory(str(tmp_path / "hf"), tmp_path / "seed")
-    architecture = dict(
-        model__dim=64, model__n_layers=4, model__n_heads=4, model__n_kv_heads=2, model__ffn_dim=128, model__norm_eps=1e-6,
-    )  # fmt: skip
     keys = dict(training__steps=2, job__output_dir=str(tmp_path / "run"), checkpoint__init_from=str(tmp_path / "seed"))
-    config = config_of(None, model__vocab_size=256, data__tokenizer="smollm2", **architecture, **keys)
-    with pytest.raises(AssertionError, match="has 49152 ids, but the model has vocab_size = 256"):
-        ranks(2, run_training, config)
-    make_model("llama", vocab_size=257).save_pretrained(tmp_path / "hf257")
-    import_directory(str(tmp_path / "hf257"), tmp_path / "seed257")
-    keys |= dict(checkpoint__init_from=str(tmp_path / "seed257"), model__vocab_size=257, **architecture)
     first = ranks(2, run_training, config_of(None, **keys))[0]
-    assert f"weights     {tmp_path / 'seed257'}" in first["console"] and "step 2/2" in first["console"]
+    assert f"weights     {tmp_path / 'seed'}" in first["console"] and "step 2/2" in first["console"]
+    shutil.rmtree(tmp_path / "seed")
     keys["training__steps"] = 3
     second = ranks(2, run_training, config_of(None, **keys))[0]
     assert "resuming" in second["console"] and "weights    " not in second["console"] and "step 3/3" in second["console"]
-    from_directory = config_of(str(tmp_path / "hf257"), job__output_dir=str(tmp_path / "other"), training__steps=2, data__tokenizer="bytes")
+    from_directory = config_of(str(tmp_path / "hf"), job__output_dir=str(tmp_path / "other"), training__steps=2, data__tokenizer="bytes")
     same = ranks(2, run_training, from_directory)[0]
     assert all((first["weights"][key] == same["weights"][key]).all() for key in same["weights"])
 
 
-def test_verify_with_a_directory_draws_weights_of_its_own(tmp_path):
-    from trainer.config_rules import resolve_config
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (dict(model__n_heads=8), "model.n_heads = 8, but the weights in"),
+        (dict(model__tie_embeddings=True), "model.tie_embeddings = True, but the weights in"),
+        (dict(model__norm_eps=1e-3), "are of a model with 1e-06: leave it out"),
+    ],
+)
+@pytest.mark.parametrize("source", ["model.hf_path", "checkpoint.init_from"])
+def test_keys_may_not_contradict_the_weights(tmp_path, source, overrides, expected):
+    save_model("llama", tmp_path / "hf")
+    import_directory(str(tmp_path / "hf"), tmp_path / "seed")
+    folder = str(tmp_path / ("hf" if source == "model.hf_path" else "seed"))
+    with pytest.raises(UserError, match=expected):
+        resolve_config(config_of(None, **{source.replace(".", "__"): folder}, **overrides), 1)
+    longer = config_of(None, **{source.replace(".", "__"): folder}, model__rope_theta=1e6, model__n_heads=4)
+    assert resolve_config(longer, 1).architecture.rope_theta == 1e6
 
+
+def test_a_moved_directory_and_tokenizer_are_the_same_run(ranks, tmp_path):
+    save_tokenized(tmp_path / "hf")
+    keys = dict(job__output_dir=str(tmp_path / "run"), training__steps=2, training__seq_len=16)
+    ranks(2, run_training, config_of(str(tmp_path / "hf"), **keys))
+    (tmp_path / "hf").rename(tmp_path / "moved")
+    keys["training__steps"] = 3
+    assert "step 3/3" in ranks(2, run_training, config_of(str(tmp_path / "moved"), **keys))[0]["console"]
+    with pytest.raises(AssertionError, match="is not the one that the run in"):
+        ranks(2, run_training, config_of(str(tmp_path / "moved"), data__tokenizer="bytes", **keys | {"training__steps": 4}))
+
+
+def save_tokenized(folder) -> None:
+    """A tiny Llama whose directory has a real tokenizer, and facts beside the architecture."""
+    make_model("llama", vocab_size=49_152, num_hidden_layers=2, eos_token_id=[2, 7], bos_token_id=1).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(ASSETS / "smollm2" / name, folder / name)
+
+
+@pytest.mark.parametrize("tokenizer, eos", [(None, [2, 7]), ("smollm2", 2), ("bytes", [2, 7])])
+def test_an_export_says_what_the_original_directory_said(ranks, tmp_path, tokenizer, eos):
+    import transformers
+
+    save_tokenized(tmp_path / "hf")
+    keys = dict(job__output_dir=str(tmp_path / "run"), training__steps=1, training__seq_len=16)
+    keys |= {"data__tokenizer": tokenizer} if tokenizer else {}
+    ranks(1, run_training, config_of(str(tmp_path / "hf"), **keys))
+    shutil.rmtree(tmp_path / "hf")
+    export(tmp_path / "run" / "checkpoints" / "step-00000001", tmp_path / "out", "bfloat16")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.max_position_embeddings == 256 and config.eos_token_id == eos and config.bos_token_id == 1
+    assert (tmp_path / "out" / "tokenizer.json").is_file() == (tokenizer == "smollm2")
+
+
+def test_verify_with_a_directory_draws_weights_of_its_own(tmp_path):
     config = config_of(save_model("qwen3", tmp_path), parallel__tp=2)
     small = shrink(resolve_config(config, 2))
     assert small.model.hf_path is None and small.model.qk_norm
@@ -118,12 +165,14 @@ def test_the_commands(tmp_path):
     """Front door to back: train from a directory with an export at the end, evaluate, sample, import, export."""
     make_model("qwen2", vocab_size=320).save_pretrained(tmp_path / "hf")
     common = [f"--model.hf_path={tmp_path / 'hf'}", "--data.tokenizer=bytes", "--training.seq_len=32", "--training.global_batch_size=4"]
-    trained = run(
-        tmp_path, *common, "--config=debug.toml", "--training.steps=2", "--parallel.tp=2", f"--job.output_dir={tmp_path / 'run'}",
+    front_door = [
+        *common, "--config=debug.toml", "--training.steps=2", "--parallel.tp=2", f"--job.output_dir={tmp_path / 'run'}",
         f"--checkpoint.export_dir={tmp_path / 'exported'}",
-    )  # fmt: skip
+    ]  # fmt: skip
+    trained = run(tmp_path, *front_door)
     assert trained.returncode == 0, trained.stderr
     assert (tmp_path / "exported" / "model.safetensors").is_file() and "exported" in trained.stdout
+    first_export = (tmp_path / "exported" / "model.safetensors").read_bytes()
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
 
     def evaluate(*arguments):
@@ -138,24 +187,32 @@ def test_the_commands(tmp_path):
     assert exported["loss"] == pytest.approx(after["loss"], rel=1e-2)
     sampled = run(tmp_path, "sample", f"--checkpoint={checkpoint}", "--prompt=It is", "--tokens=8", module="trainer")
     assert sampled.returncode == 0 and sampled.stdout.startswith("It is"), sampled.stderr
+    again = run(tmp_path, *front_door)
+    assert again.returncode == 0 and "(before)" in again.stdout, again.stderr
+    longer = run(tmp_path, *front_door, "--training.steps=3")
+    assert longer.returncode == 0 and json.loads((tmp_path / "exported" / "meshloom_export.json").read_text())["step"] == 3
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("x")
+    refused = run(tmp_path, *front_door, f"--checkpoint.export_dir={tmp_path / 'mine'}")
+    assert refused.returncode == 2 and "holds something else than an export of this run" in refused.stderr
     written = run(tmp_path, "export-hf", f"--checkpoint={checkpoint}", f"--out={tmp_path / 'again'}", "--dtype=bfloat16", module="trainer")
     assert written.returncode == 0, written.stderr
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "exported" / "model.safetensors").read_bytes()
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == first_export
 
 
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        (["train", "--model.hf_path=nowhere"], 'model.hf_path = "nowhere": no config.json in it'),
+        (["train", "--model.hf_path=nowhere"], "nowhere has no config.json in it"),
         (["evaluate", "--batches=0"], "--batches 0: at least 1"),
-        (["evaluate", "--checkpoint=nowhere"], "checkpoint nowhere cannot be read"),
+        (["evaluate", "--checkpoint=nowhere"], "nowhere is not a checkpoint folder"),
         (["sample", "--prompt=x"], "needs one of --checkpoint STEP_DIR and --hf DIR"),
-        (["sample", "--prompt=x", "--hf=nowhere"], "no config.json in it"),
+        (["sample", "--prompt=x", "--hf=nowhere"], "nowhere has no config.json in it"),
         (["sample", "--prompt=x", "--hf=nowhere", "--model.dim=3"], "takes no configuration keys"),
         (["export-hf", "--out=x"], "export-hf needs --checkpoint STEP_DIR, or --config C"),
         (["export-hf", "--out=x", "--config=debug"], "holds no checkpoint"),
-        (["export-hf", "--out=x", "--checkpoint=nowhere"], "checkpoint nowhere cannot be read"),
-        (["import-hf", "--out=x", "--hf=nowhere"], "no config.json in it"),
+        (["export-hf", "--out=x", "--checkpoint=nowhere"], "nowhere is not a checkpoint folder"),
+        (["import-hf", "--out=x", "--hf=nowhere"], "nowhere has no config.json in it"),
         (["train", "--checkpoint.init_from=nowhere"], "is not a checkpoint folder"),
     ],
 )

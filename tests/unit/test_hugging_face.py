@@ -77,10 +77,10 @@ def test_b54_norm_epsilon_comes_from_config_json(tmp_path, eps, expected):
 @pytest.mark.parametrize("family, size", [(family, size) for family in FAMILIES for size in FAMILIES[family]])
 def test_config_json_of_every_size_is_read_back(family, size):
     architecture = FAMILIES[family][size]
-    fields = config_json(architecture, 8192, "bfloat16", {"eos_token_id": 0})
+    fields = config_json(architecture, "bfloat16", {"eos_token_id": 0})
     assert architecture_from(json.loads(json.dumps(fields))) == architecture
-    old = {key: value for key, value in fields.items() if key != "rope_parameters"}
-    assert architecture_from(old) == architecture
+    for key in ("rope_parameters", "rope_scaling"):
+        assert architecture_from({name: value for name, value in fields.items() if name != key}) == architecture
 
 
 PLAIN = SHAPE | {
@@ -99,14 +99,29 @@ PLAIN = SHAPE | {
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear': only default and llama3"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
         ({"rope_parameters": LLAMA3_ROPE | {"beta": 1}}, "rope parameters {'beta': 1}"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "the llama3 rope lacks low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': only 'silu' can be computed"),
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types: only full_attention"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"logit_scale": 0.1}, "logit_scale = 0.1: an unknown field, which may change the result"),
-        ({"hidden_size": "64"}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size = '64': expected a whole number above 0"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"rope_scaling": {"type": "llama3"} | {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_type"},
+          "rope_parameters": {"rope_type": "default"}}, "disagree: keep one"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads = '2': expected a whole number above 0"),
+        ({"head_dim": True}, "head_dim = True: expected a whole number"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6': expected a number above 0"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
+        ({"rope_theta": float("nan")}, "rope_theta = nan"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false': expected true or false"),
+        ({"layer_types": 3}, "layer_types = 3: expected a list"),
+        ({"rope_scaling": [1]}, "rope_scaling = [1]: expected a table"),
+        ({"rope_scaling": {"type": None}}, "rope_type = None"),
+        ({"model_type": ["llama"]}, "model_type = ['llama']"),
+        ({"use_mrope": True}, "use_mrope = True"),
+        ({"output_scale": 2.0}, "output_scale = 2.0: an unknown field"),
         ({"num_key_value_heads": 3}, "n_heads = 4 is not a multiple of n_kv_heads = 3"),
     ],
 )  # fmt: skip
@@ -125,14 +140,21 @@ def test_harmless_fields_are_let_through():
         "sliding_window": 4096,
         "head_dim": None,
     }
-    fields |= {"pretraining_tp": 1, "rope_interleaved": False, "attention_dropout": 0.0, "rope_scaling": None}
+    fields |= {
+        "pretraining_tp": 1,
+        "rope_interleaved": False,
+        "attention_dropout": 0.0,
+        "rope_scaling": None,
+        "use_mrope": False,
+    }
+    fields |= {"eos_token_id": [1, 2], "temperature": 0.6, "max_window_layers": 28}
     assert architecture_from(PLAIN | fields) == architecture_from(PLAIN)
 
 
 def test_switches_without_a_hugging_face_model_are_refused():
     architecture = type(FAMILIES["llama"]["debug"])(**{**vars(FAMILIES["llama"]["debug"]), "wo_bias": True})
     with pytest.raises(ValueError, match="no Hugging Face model has qkv_bias = False, wo_bias = True"):
-        config_json(architecture, 128, "float32", {})
+        config_json(architecture, "float32", {})
 
 
 def damaged(folder, damage: str) -> None:
@@ -257,4 +279,5 @@ def test_export_does_not_touch_what_exists(tmp_path):
         import_directory(str(tmp_path / "hf"), tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
     export(tmp_path / "checkpoint", tmp_path / "out", None)
-    assert not (tmp_path / "out.partial").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "checkpoint", "out"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 256

@@ -12,8 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer.config import Data
 from trainer.data.documents import read_documents
 from trainer.data.rows import IGNORED, TokenRows, token_stream
-from trainer.data.tokenizer import load_tokenizer
-from trainer.errors import UserError
+from trainer.data.tokenizer import load_tokenizer_for
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,7 @@ class StepSampler:
 
 def load_rows(data: Data, seq_len: int, vocab_size: int) -> TokenRows:
     """Read and tokenize the text of the ``[data]`` section. Raises ``UserError`` for what the user can mend."""
-    tokenizer = load_tokenizer(data.tokenizer)
-    if tokenizer.n_ids > vocab_size:
-        raise UserError(
-            f'data.tokenizer = "{data.tokenizer}" has {tokenizer.n_ids} ids, but the model has vocab_size = {vocab_size}: '
-            f"set model.vocab_size to at least {tokenizer.n_ids}, or use another tokenizer"
-        )
+    tokenizer = load_tokenizer_for(data.tokenizer, vocab_size)
     return TokenRows(token_stream(read_documents(data.source, data.path), tokenizer), seq_len)
 
 

@@ -1,5 +1,6 @@
 """Text to token ids."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Protocol
@@ -93,8 +94,26 @@ def tokenizer_file(name_or_path: str) -> Path | None:
     path = ASSETS / "smollm2" if name_or_path == "smollm2" else Path(name_or_path)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        raise UserError(f'data.tokenizer = "{name_or_path}": no such file; use "bytes", "smollm2" or a tokenizer.json')
+        where = f"no such file{' (the default is the one in model.hf_path)' if path.is_dir() or path.name == 'tokenizer.json' else ''}"
+        raise UserError(f'data.tokenizer = "{name_or_path}": {where}; use "bytes", "smollm2" or a tokenizer.json')
     return path
+
+
+def digest_of(name_or_path: str) -> str:
+    """What identifies a tokenizer wherever its file lies: "bytes", or a digest of the file. Raises ``UserError``."""
+    path = tokenizer_file(name_or_path)
+    return "bytes" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def load_tokenizer_for(name_or_path: str, vocab_size: int) -> Tokenizer:
+    """A tokenizer whose ids fit a model. Raises ``UserError``."""
+    tokenizer = load_tokenizer(name_or_path)
+    if tokenizer.n_ids > vocab_size:
+        raise UserError(
+            f'data.tokenizer = "{name_or_path}" has {tokenizer.n_ids} ids, but the model has vocab_size = {vocab_size}: '
+            f"set model.vocab_size to at least {tokenizer.n_ids}, or use another tokenizer"
+        )
+    return tokenizer
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer:

@@ -1,0 +1,160 @@
+"""Checkpoint folders by name and state, without their tensors. Loads no torch."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from models.decoder_config import DecoderConfig
+from trainer.config import Config
+from trainer.data.tokenizer import digest_of
+from trainer.errors import UserError
+
+STATE_FILE = "trainer_state.json"
+# What makes it the same run. The layout, the machine and the length may change at a resume.
+_IDENTITY = (
+    "job.seed", "model", "data.source", "data.path", "data.seed", "data.shuffle",
+    "training.seq_len", "training.global_batch_size",
+)  # fmt: skip
+
+
+EXPORT_MARKER = "meshloom_export.json"  # in an exported directory: the run and step that it is of
+_STATE_KEYS = ("step", "skipped_steps", "config", "files", "tokenizer", "origin")
+
+
+def step_of(folder: Path) -> int | None:
+    match = re.fullmatch(r"step-(\d{8})", folder.name)
+    return int(match[1]) if match else None
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints below ``root``, oldest first."""
+    found = [
+        folder for folder in root.glob("step-*") if step_of(folder) is not None and (folder / STATE_FILE).is_file()
+    ]
+    return sorted(found, key=step_of)
+
+
+def choose_resume(config: Config, damaged: Sequence[Path] = ()) -> Path | None:
+    """The checkpoint that the config asks to start from, None for a fresh start. Raises ``UserError``.
+
+    ``damaged``: the run's own checkpoints that are known to be; they do not count.
+
+    A run's own newest checkpoint always comes first, so that the command that started from another folder
+    goes on after a kill.
+    """
+    own = [folder for folder in complete_checkpoints(checkpoint_root(config)) if folder not in damaged]
+    resume = config.checkpoint.resume
+    if resume == "auto":
+        return own[-1] if own else None
+    if resume == "never":
+        if own:
+            raise UserError(
+                f'checkpoint.resume = "never", but job.output_dir = "{config.job.output_dir}" already holds a run '
+                f"(checkpoint of step {step_of(own[-1])}): choose another job.output_dir, or remove that folder"
+            )
+        return None
+    folder = Path(resume)
+    if not (folder / STATE_FILE).is_file():
+        raise UserError(
+            f'checkpoint.resume = "{resume}" is not a checkpoint folder; use "auto", "never" or .../step-00000100'
+        )
+    if own and folder.resolve().parent == own[-1].resolve().parent and folder.resolve() != own[-1].resolve():
+        raise UserError(
+            f'checkpoint.resume = "{resume}", but job.output_dir = "{config.job.output_dir}" goes on to step '
+            f"{step_of(own[-1])}: choose another job.output_dir, or remove the later checkpoints"
+        )
+    return own[-1] if own else folder
+
+
+def checkpoint_root(config: Config) -> Path:
+    return Path(config.job.output_dir) / "checkpoints"
+
+
+def read_state(folder: Path) -> dict:
+    """The checkpoint's ``trainer_state.json``. Raises ``UserError`` if it is damaged, or the folder is none.
+
+    step, skipped_steps; config: as resolved; files: their manifest; tokenizer: digest of its file; origin: what a
+    Hugging Face directory said beside the architecture.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a checkpoint folder, such as outputs/debug/checkpoints/step-00000100")
+    try:
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        return {key: state[key] for key in _STATE_KEYS}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged_error(folder, error) from None
+
+
+def write_state(folder: Path, **state) -> None:
+    """Write ``trainer_state.json``: the folder's tensors are complete."""
+    with (folder / STATE_FILE).open("w", encoding="utf-8") as file:
+        json.dump(state, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())  # DCP does the same with its files
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Delete a checkpoint, first the file that makes it count as complete."""
+    (folder / STATE_FILE).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def damaged_error(folder: Path, error: BaseException) -> UserError:
+    earlier = [other for other in complete_checkpoints(folder.parent) if step_of(other) < (step_of(folder) or 0)]
+    hint = f"to go on from {earlier[-1]} instead, move it away" if earlier else "to start over, move it away"
+    reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[-1:]])
+    return UserError(f"checkpoint {folder} cannot be read ({reason}): {hint}")
+
+
+def architecture_in(folder: Path) -> DecoderConfig:
+    """The architecture of the model in a checkpoint. Raises ``UserError``."""
+    model = read_state(folder)["config"]["model"]
+    return DecoderConfig(**{key: model[key] for key in DecoderConfig.__dataclass_fields__})
+
+
+def newest_checkpoint(output_dir: str) -> Path:
+    """The newest checkpoint of a run. Raises ``UserError`` if it has none."""
+    found = complete_checkpoints(Path(output_dir) / "checkpoints")
+    if not found:
+        raise UserError(f'job.output_dir = "{output_dir}" holds no checkpoint')
+    return found[-1]
+
+
+def changed_since(state: dict, config: Config) -> list[str]:
+    """What else differs from the config that a checkpoint was written with, as "key: before -> after"."""
+    now = json.loads(config.model_dump_json())
+    sections = ("training", "optimizer", "lr_schedule", "parallel", "precision")
+    return [
+        f"{section}.{key}: {before} -> {now[section].get(key)}"
+        for section in sections
+        for key, before in state["config"][section].items()
+        if now[section].get(key) != before
+    ]
+
+
+def check_same_run(folder: Path, config: Config) -> None:
+    """Raise ``UserError`` if the checkpoint is of another run: other model, data, seed or batch."""
+    state = read_state(folder)
+    saved, saved_tokenizer = state["config"], state["tokenizer"]
+    now = json.loads(config.model_dump_json())
+    for tables in (saved, now):
+        tables["model"].pop("hf_path", None)  # read at the start alone: the directory may have moved
+    problems = []
+    for key in _IDENTITY:
+        section, _, name = key.partition(".")
+        before, after = (tables[section][name] if name else tables[section] for tables in (saved, now))
+        if before != after:
+            shown = f"was {before!r}, is {after!r}" if name else "differs"
+            problems.append(
+                f"{key} {shown}, but the run in {folder} must keep it: change it back, or choose another job.output_dir"
+            )
+    if saved_tokenizer != digest_of(config.data.tokenizer):
+        problems.append(
+            f"data.tokenizer = {config.data.tokenizer!r} is not the one that the run in {folder} was started with "
+            f"({saved['data']['tokenizer']!r}): name that one, or choose another job.output_dir"
+        )
+    if problems:
+        raise UserError(*problems)
