@@ -45,7 +45,7 @@ memory while it builds and initialises, less what it held before and less the pa
 To compare: filling the 1B model on one process by `normal_` on each whole tensor, without any rule, takes
 {plain_s:.1f} s. Tensor-parallel ranks draw whole rows of the matrices that are split by columns (`wo`, `w2`) and
 keep their part: that is what makes the initialisation of the tp layouts longer than their share of the weights. It
-happens once a run; a resumed run pays it too, before loading.
+happens once a run; a resumed run skips it.
 
 The largest single tensor of 405B, the embedding of {embedding_shape}, is {embedding_gib:.1f} GiB in fp32. Drawing the
 slice of one rank of tp 8 x dp_shard 8 takes {slice_s:.2f} s and {slice_mib:.0f} MiB beyond the slice of
