@@ -183,12 +183,15 @@ def run_ranks(nproc: int, command: list[str], rendezvous: Sequence[str] = ("--st
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    flags = [*rendezvous, f"--nproc-per-node={nproc}"]
+    if "--signals-to-handle" in run.get_args_parser().format_help():  # not in every release we run on
+        flags.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")  # Slurm's warning is SIGUSR1
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # our ranks speak for themselves
     with tempfile.NamedTemporaryFile(prefix="meshloom-status-") as status:
         os.environ[STATUS_FILE_VARIABLE] = status.name
         failures = {}
         try:
-            run.run(run.parse_args([*rendezvous, f"--nproc-per-node={nproc}", *command]))
+            run.run(run.parse_args([*flags, *command]))
             return 0
         except ChildFailedError as error:
             failures = error.failures
