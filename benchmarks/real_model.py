@@ -35,8 +35,8 @@ LAYOUTS = {
 }
 PAGE = """# A real model, in and out
 
-Made by `python benchmarks/real_model.py {name}` on torch {torch}, CPU, fp32, with {n_params:,} parameters from a Hugging Face
-directory. The text is the bundled novel from character {start:,}: {n_windows} windows of {window} tokens.
+Made by `python benchmarks/real_model.py {name}` on torch {torch}, CPU, fp32, with {n_params:,}
+parameters from a Hugging Face directory. The text is the bundled novel from character {start:,}: {n_windows} windows of {window} tokens.
 
 ## The same loss as transformers
 
@@ -63,8 +63,9 @@ directory {exported:.6f}.
 ## Speed and memory
 
 Import and export of a random Llama 3.2 1B in bfloat16 ({gib:.2f} GiB), against `safetensors` loading and saving the same
-file, each in a fresh process; medians of 3. Export reads a checkpoint and holds one output file of 0.5 GB in memory; what
-import maps from the files counts as memory here, but can be dropped by the system at any time.
+file, each in a fresh process; medians of 3. Import and export also read the checkpoint once for its checksums, and
+import waits until its files are on the disk (fsync), which `safetensors` does not. Export holds one output file of
+0.5 GB in memory; what import maps from the files counts as memory here, but can be dropped by the system at any time.
 
 | | seconds | seconds a GiB | peak memory beyond the interpreter's, GiB |
 |---|---|---|---|

@@ -92,10 +92,14 @@ def tokenizer_file(name_or_path: str) -> Path | None:
     if name_or_path == "bytes":
         return None
     path = ASSETS / "smollm2" if name_or_path == "smollm2" else Path(name_or_path)
-    path = path / "tokenizer.json" if path.is_dir() else path
+    missing = "no such file"
+    if path.is_dir():
+        path, missing = (
+            path / "tokenizer.json",
+            "no tokenizer.json in it (the default of data.tokenizer is model.hf_path)",
+        )
     if not path.is_file():
-        where = f"no such file{' (the default is the one in model.hf_path)' if path.is_dir() or path.name == 'tokenizer.json' else ''}"
-        raise UserError(f'data.tokenizer = "{name_or_path}": {where}; use "bytes", "smollm2" or a tokenizer.json')
+        raise UserError(f'data.tokenizer = "{name_or_path}": {missing}; use "bytes", "smollm2" or a tokenizer.json')
     return path
 
 
