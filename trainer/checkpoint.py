@@ -82,6 +82,7 @@ class Checkpointer:
         self.root = checkpoint_root(config)
         self.keep_latest = config.checkpoint.keep_latest
         self.config = json.loads(config.model_dump_json())
+        self.tokenizer = digest_of(config.data.tokenizer)  # now: its file may be gone when a save must not fail
         self.origin: dict = {}  # what the Hugging Face directory of the weights said, for an export one day
         # A tied weight is one tensor in the file. The last stage writes and reads it as well as the first;
         # where one rank holds both, the first is saved and the copy follows it.
@@ -110,7 +111,7 @@ class Checkpointer:
                 world_size=dist.get_world_size(),
                 config=self.config,
                 files=files,
-                tokenizer=digest_of(self.config["data"]["tokenizer"]),
+                tokenizer=self.tokenizer,
                 origin=self.origin,
                 torch=torch.__version__,
             )

@@ -26,8 +26,11 @@ _TOKENIZER_FILES = (
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export(checkpoint: Path, out: Path, dtype: str | None, max_shard_bytes: int = 2_000_000_000) -> None:
+def export(
+    checkpoint: Path, out: Path, dtype: str | None, max_shard_bytes: int = 2_000_000_000, marker: dict | None = None
+) -> None:
     """Write ``checkpoint`` as a Hugging Face directory. ``dtype``: of the files, None for the checkpoint's own.
+    ``marker``: what to leave in ``EXPORT_MARKER``.
 
     Holds the tensors of one output file in memory. ``out`` appears when it is complete. Raises ``UserError``.
     """
@@ -51,6 +54,8 @@ def export(checkpoint: Path, out: Path, dtype: str | None, max_shard_bytes: int 
                 shutil.copyfile(folder / name, partial / name)
         _write_json(partial / "generation_config.json", generation)
         _write_json(partial / "config.json", fields)
+        if marker is not None:
+            _write_json(partial / EXPORT_MARKER, marker)
         if damage.result():
             raise UserError(*damage.result())
 
@@ -122,8 +127,7 @@ def export_run(config: Config) -> None:
         return
     if marker.is_file():  # an earlier step of the same run: the config check has seen to that
         shutil.rmtree(out)
-    export(checkpoint, out, config.checkpoint.export_dtype)
-    _write_json(marker, source)
+    export(checkpoint, out, config.checkpoint.export_dtype, marker=source)
     print(f"exported    {out}", flush=True)
 
 

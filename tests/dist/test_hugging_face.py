@@ -3,16 +3,20 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from models.hugging_face import hugging_face_name
-from tests.dist.parity import observe_rank
+from tests.dist.parity import CPU, observe_rank
+from tests.dist.pool import mesh_of
 from tests.dist.runs import run_training
 from tests.dist.test_command import run
 from tests.hugging import loss_and_gradients, make_model, save_model
-from tests.tiny import TINY, make_batch
+from tests.tiny import TINY, make_batch, tiny_config
+from trainer.build import build_model, build_train_step
+from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.config_load import Override, load_config
 from trainer.config_rules import resolve_config
@@ -137,6 +141,26 @@ def save_tokenized(folder) -> None:
     make_model("llama", vocab_size=49_152, num_hidden_layers=2, eos_token_id=[2, 7], bos_token_id=1).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(ASSETS / "smollm2" / name, folder / name)
+
+
+def save_after_the_tokenizer_is_gone(config) -> str:
+    """On each rank: a checkpoint is written although the tokenizer's file has vanished since the start."""
+    resolved = resolve_config(config, torch.distributed.get_world_size())
+    mesh = mesh_of(resolved.layout)
+    model = build_model(resolved, mesh, CPU)
+    step = build_train_step(resolved, model, mesh, CPU)
+    checkpointer = Checkpointer(config, model, step.optimizer, CPU)
+    torch.distributed.barrier()
+    Path(config.data.tokenizer).unlink(missing_ok=True)
+    torch.distributed.barrier()
+    return str(checkpointer.save(1, 0))
+
+
+def test_a_save_does_not_need_the_tokenizer(ranks, tmp_path):
+    shutil.copyfile(ASSETS / "smollm2" / "tokenizer.json", tmp_path / "tokenizer.json")
+    config = tiny_config(data__tokenizer=json.dumps(str(tmp_path / "tokenizer.json")), job__output_dir=str(tmp_path / "run"))
+    for folder in ranks(2, save_after_the_tokenizer_is_gone, config):
+        assert (Path(folder) / "trainer_state.json").is_file()
 
 
 @pytest.mark.parametrize("tokenizer, eos", [(None, [2, 7]), ("smollm2", 2), ("bytes", [2, 7])])
