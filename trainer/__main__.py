@@ -54,6 +54,7 @@ def export_hf(options, overrides) -> int:
     if options.config is None:
         _no_keys("export-hf without --config", overrides)
     config = load_config(options.config, overrides) if options.config else None
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: a third of the reading goes into page faults
     from trainer import hf_export
 
     return hf_export.export_command(options, config)

@@ -1,4 +1,4 @@
-"""``export-hf``: a checkpoint of any layout to a Hugging Face directory, on one process, one output file at a time."""
+"""``export-hf``: a checkpoint of any layout to a Hugging Face directory, on one process, output file by output file."""
 
 import json
 import shutil
@@ -32,7 +32,8 @@ def export(
     """Write ``checkpoint`` as a Hugging Face directory. ``dtype``: of the files, None for the checkpoint's own.
     ``marker``: what to leave in ``EXPORT_MARKER``.
 
-    Holds the tensors of one output file in memory. ``out`` appears when it is complete. Raises ``UserError``.
+    Holds the tensors of two output files in memory: one is read while the other is written.
+    ``out`` appears when it is complete. Raises ``UserError``.
     """
     state, architecture = read_state(checkpoint), architecture_in(checkpoint)
     stored = {name.removeprefix("model."): tensor for name, tensor in stored_tensors(checkpoint).items()}
@@ -67,14 +68,22 @@ def _write_weights(
 
     shards = list(_shards(shapes, dtypes, max_shard_bytes))
     file_of, total_bytes = {}, 0
-    for number, names in enumerate(shards, 1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+
+    def read(names: list[str]) -> dict[str, torch.Tensor]:
         tensors = {f"model.{name}": torch.empty(shapes[name], dtype=dtypes[name]) for name in names}
         read_tensors(checkpoint, tensors)
-        renamed = {hugging_face_name(name): tensors[f"model.{name}"] for name in names}
-        save_file(renamed, out / file, metadata={"format": "pt"})
-        file_of |= dict.fromkeys(renamed, file)
-        total_bytes += sum(tensor.nbytes for tensor in renamed.values())
+        return {hugging_face_name(name): tensors[f"model.{name}"] for name in names}
+
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(read, shards[0])
+        for number in range(1, len(shards) + 1):
+            file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            tensors = following.result()
+            if number < len(shards):
+                following = pool.submit(read, shards[number])  # while this one is written
+            save_file(tensors, out / file, metadata={"format": "pt"})
+            file_of |= dict.fromkeys(tensors, file)
+            total_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if len(shards) > 1:
         _write_json(out / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": file_of})
 
