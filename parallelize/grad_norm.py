@@ -23,22 +23,26 @@ def n_copies(parameter: torch.Tensor, layout: Layout) -> int:
     return layout.stage_ranks // n_shards
 
 
-def squared_norm_share(gradients: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
+def squared_norm_share(
+    gradients: Sequence[torch.Tensor], layout: Layout, norms: Sequence[torch.Tensor] | None = None
+) -> torch.Tensor:
     """This rank's share of the squared 2-norm of all gradients: float64 scalar.
+
+    ``norms``: their ``local_norms``, if the caller has them.
 
     Summed over all ranks of the job it is the squared norm: an element held by c ranks enters c times
     with weight 1/c. Works for any mixture of meshes, since no collective sees a DTensor.
     """
     by_copies: dict[int, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        by_copies.setdefault(n_copies(gradient, layout), []).append(local_tensor(gradient))
-    shares = [
-        torch.stack(_norms(group)).double().square().sum() / copies for copies, group in sorted(by_copies.items())
-    ]
+    for gradient, norm in zip(gradients, local_norms(gradients) if norms is None else norms):
+        by_copies.setdefault(n_copies(gradient, layout), []).append(norm)
+    shares = [torch.stack(group).double().square().sum() / copies for copies, group in sorted(by_copies.items())]
     return torch.stack(shares).sum()
 
 
-def _norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def local_norms(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The 2-norm of this rank's part of each gradient, scalars on its device."""
+    tensors = [local_tensor(gradient) for gradient in gradients]
     if tensors[0].device.type == "cpu":
         # The CPU kernel adds up in the dtype of the result, one after another: 8e-5 off at 4M entries of
         # fp32, and by another amount for each way of sharding them.

@@ -33,6 +33,12 @@ class Mesh:
         return 0 if mesh is None else mesh.get_local_rank()
 
     @property
+    def place(self) -> str:
+        """This rank's coordinates, for messages: "rank 5 (pp 1, tp 1)"."""
+        axes = ", ".join(f"{axis} {self.index(axis)}" for axis in AXES if getattr(self.layout, axis) > 1)
+        return f"rank {dist.get_rank()}" + (f" ({axes})" if axes else "")
+
+    @property
     def dp_index(self) -> int:
         """Which share of the global batch this rank reads, 0 ... dp - 1."""
         return self.index("dp_replicate") * self.layout.dp_shard + self.index("dp_shard")

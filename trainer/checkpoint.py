@@ -1,91 +1,37 @@
-"""Checkpoints in PyTorch's distributed format (DCP): complete or not there, readable at any layout.
+"""The state of a run, saved and loaded at any layout.
 
 A folder ``checkpoints/step-00000100`` holds model and optimizer by parameter name, the RNG state of each
 rank, and ``trainer_state.json`` with sizes and checksums of the other files. It is written under a temporary
 name and renamed last.
 """
 
-import contextlib
 import json
-import os
-import shutil
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from parallelize.local_model import LocalModel
-from trainer.checkpoint_folder import (
-    checkpoint_root,
-    complete_checkpoints,
-    damaged_error,
-    read_state,
-    remove_checkpoint,
-    write_state,
-)
+from trainer.checkpoint_files import damage_in, read_tensors, stored_tensors
+from trainer.checkpoint_folder import checkpoint_root, read_state
+from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import Config
 from trainer.data.tokenizer import digest_of
 from trainer.errors import UserError
-from trainer.manifest import find_damage, shared_manifest
 from trainer.optimizer import create_state, optimizer_tensors
 from trainer.rank import on_main_rank
-
-
-def stored_tensors(folder: Path) -> dict:
-    """Name -> size and dtype of every tensor in a checkpoint."""
-    try:
-        return dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    except Exception as error:  # whatever unpickling a damaged file raises
-        raise damaged_error(folder, error) from None
-
-
-@contextlib.contextmanager
-def _on_this_process_alone() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _writer(folder: Path) -> dcp.FileSystemWriter:
-    torch.serialization.set_crc32_options(False)  # the manifest has one checksum a file; torch's a tensor costs more
-    return dcp.FileSystemWriter(folder, thread_count=2)
-
-
-def write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write the tensors of a checkpoint from this process alone."""
-    with _on_this_process_alone():
-        dcp.save(tensors, storage_writer=_writer(folder), no_dist=True)
-
-
-def read_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill ``tensors``, by name in the checkpoint, on this process alone. dtypes are converted."""
-    try:
-        with _on_this_process_alone():
-            dcp.load(tensors, checkpoint_id=str(folder), no_dist=True)
-    except CheckpointException as error:
-        raise damaged_error(folder, next(iter(error.failures.values()))[0]) from None
-
-
-def damage_in(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint's files, a line each, by checksum. Called by all ranks together."""
-    try:
-        state = on_main_rank(read_state, folder)
-    except UserError as error:
-        return list(error.problems)
-    return find_damage(folder, state["files"])
 
 
 class Checkpointer:
     """Saves and loads the whole state of a run. Every method is called by all ranks together."""
 
     def __init__(self, config: Config, model: LocalModel, optimizer: torch.optim.Optimizer, device: torch.device):
-        self.root = checkpoint_root(config)
-        self.keep_latest = config.checkpoint.keep_latest
+        self.writer = CheckpointWriter(checkpoint_root(config), config.checkpoint)
+        # In the background a copy is written, while the run changes the state itself.
+        pinned = device.type == "cuda"
+        self.stager = BlockingAsyncStager(cache_staged_state_dict=pinned) if config.checkpoint.async_save else None
         self.config = json.loads(config.model_dump_json())
         self.tokenizer = digest_of(config.data.tokenizer)  # now: its file may be gone when a save must not fail
         self.origin: dict = {}  # what the Hugging Face directory of the weights said, for an export one day
@@ -96,37 +42,22 @@ class Checkpointer:
         self.optimizer = optimizer
         self.device = device
 
-    def save(self, step: int, skipped_steps: int) -> Path:
-        """Write the state after ``step``. Returns the folder once it is complete."""
-        final = self.root / f"step-{step:08d}"
-        partial = self.root / f"step-{step:08d}.partial"
-        if dist.get_rank() == 0:
-            for left_over in self.root.glob("step-*.partial"):  # by a killed run
-                shutil.rmtree(left_over, ignore_errors=True)
-            partial.mkdir(parents=True)
-        dist.barrier()
-        dcp.save(self._tensors(), storage_writer=_writer(partial))
-        files = shared_manifest(partial)
-        if dist.get_rank() == 0:
-            write_state(
-                partial,
-                step=step,
-                skipped_steps=skipped_steps,
-                samples_seen=step * self.config["training"]["global_batch_size"],
-                world_size=dist.get_world_size(),
-                config=self.config,
-                files=files,
-                tokenizer=self.tokenizer,
-                origin=self.origin,
-                torch=torch.__version__,
-            )
-            remove_checkpoint(final)  # only ever one that was not complete, or damaged
-            os.rename(partial, final)
-            if self.keep_latest:
-                for old in complete_checkpoints(self.root)[: -self.keep_latest]:
-                    remove_checkpoint(old)
-        dist.barrier()
-        return final
+    def save(self, step: int, skipped_steps: int) -> None:
+        """Write the state after ``step``, or start writing it. Raises ``SaveFailed``."""
+        tensors = self._tensors()
+        if self.stager is not None:
+            self.writer.wait()  # the copy of the one before may still be needed
+            tensors = self.stager.stage(tensors)
+        self.writer.write(step, tensors, {
+            "step": step,
+            "skipped_steps": skipped_steps,
+            "samples_seen": step * self.config["training"]["global_batch_size"],
+            "world_size": dist.get_world_size(),
+            "config": self.config,
+            "tokenizer": self.tokenizer,
+            "origin": self.origin,
+            "torch": torch.__version__,
+        })  # fmt: skip
 
     def load(self, folder: Path) -> dict:
         """Read the state in place, at whatever layout it was written. Returns its ``trainer_state.json``.
@@ -143,7 +74,7 @@ class Checkpointer:
         if not generators <= stored.keys():  # more ranks than before: the new ones keep their own state
             tensors = {name: tensor for name, tensor in tensors.items() if name not in generators}
             generators = set()
-        self._read(folder, tensors)
+        read_tensors(folder, tensors, alone=False)
         for name in generators:
             _set_rng_state(name, tensors[name])
         for name, parameter in self.followers.items():
@@ -158,16 +89,9 @@ class Checkpointer:
         tensors = self._weights()
         stored = on_main_rank(stored_tensors, folder)
         self._check_keys(folder, tensors, {n: t for n, t in stored.items() if n.startswith("model.")}, any_dtype=True)
-        self._read(folder, tensors)
+        read_tensors(folder, tensors, alone=False)
         for name, parameter in self.followers.items():
             _copy_parameter(self.named[name], parameter, self.optimizer)
-
-    @staticmethod
-    def _read(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-        try:
-            dcp.load(tensors, checkpoint_id=str(folder))
-        except CheckpointException as error:  # of all ranks, on all ranks
-            raise damaged_error(folder, next(iter(error.failures.values()))[0]) from None
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return {f"model.{name}": parameter.detach() for name, parameter in self.named.items()}

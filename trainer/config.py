@@ -96,6 +96,7 @@ class Training(Section):
     nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="on a loss or gradient that is inf or nan, whose update is never applied: stop, or go on"
     )
+    nonfinite_limit: Count = Field(10, description='with nonfinite = "skip": stop after so many such steps in a row')
 
 
 class Optimizer(Section):
@@ -181,6 +182,13 @@ class Compile(Section):
 class Checkpoint(Section):
     interval: CountOrOff = Field(50, description="steps between checkpoints; 0: only the last step")
     keep_latest: CountOrOff = Field(3, description="newest checkpoints kept; 0: all")
+    keep_every: CountOrOff = Field(0, description="and for good, those of every so many steps; 0: none")
+    async_save: bool = Field(
+        False, description="write in the background, from a copy in host memory: training waits for the copy alone"
+    )
+    on_failure: Literal["stop", "warn"] = Field(
+        "stop", description='a checkpoint cannot be written: stop, or go on (the last one must be): "warn"'
+    )
     resume: str = Field(
         "auto",
         min_length=1,
@@ -203,6 +211,9 @@ class Checkpoint(Section):
 class Metrics(Section):
     log_interval: Count = Field(1, description="steps between logged steps; the last step is always logged")
     tensorboard: bool = Field(True, description="write TensorBoard event files")
+    loss_spike: Annotated[float, Field(ge=0)] = Field(
+        6.0, description="warn of a loss so many standard deviations above the mean of the 100 logged before; 0: off"
+    )
 
 
 class Config(Section):

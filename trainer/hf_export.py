@@ -10,7 +10,7 @@ import torch
 
 from models.hugging_face import config_json, hugging_face_name
 from trainer.build import parameter_shapes
-from trainer.checkpoint import read_tensors, stored_tensors
+from trainer.checkpoint_files import read_tensors, stored_tensors
 from trainer.checkpoint_folder import EXPORT_MARKER, architecture_in, newest_checkpoint, read_state
 from trainer.config import Config
 from trainer.data.tokenizer import HuggingFaceTokenizer, tokenizer_file

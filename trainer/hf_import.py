@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from trainer.build import parameter_shapes
-from trainer.checkpoint import write_tensors
+from trainer.checkpoint_files import write_tensors
 from trainer.checkpoint_folder import write_state
 from trainer.config import Config
 from trainer.config_load import load_config

@@ -7,17 +7,13 @@ from dataclasses import dataclass, field
 import torch
 
 from trainer.checkpoint import Checkpointer
-from trainer.errors import StoppedRun
 from trainer.hardware import memory_peak_bytes
 from trainer.lr_schedule import LrSchedule
 from trainer.metrics import Reporter, Stopwatch
+from trainer.nonfinite import NonFiniteError, NonFiniteGuard
 from trainer.optimizer import set_lr
 from trainer.signals import StopRequest
 from trainer.step import StepResult, TrainStep
-
-
-class NonFiniteError(StoppedRun):
-    """Loss or gradient norm was inf or nan and the config says to stop."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +42,32 @@ class Run:
     last_step: int
     log_interval: int
     save_interval: int  # 0: only the last step
-    stop_on_nonfinite: bool
-    skipped_steps: int = 0
+    nonfinite: NonFiniteGuard
     unread: deque = field(default_factory=deque)  # (step, result) whose verdict is still on the device
 
 
 def train(run: Run) -> bool:
-    """Train to the last step. Returns False if it stopped early, after a checkpoint, because it was asked to."""
+    """Train to the last step. Returns False if it stopped early, after a checkpoint, because it was asked to.
+
+    Returns once the last checkpoint is complete. Raises ``StoppedRun``: ``NonFiniteError``, ``SaveFailed``.
+    """
+    try:
+        finished = train_steps(run)
+    except NonFiniteError:
+        run.checkpointer.writer.wait()  # one that is under way is from before, and good
+        raise
+    run.checkpointer.writer.finish()
+    return finished
+
+
+def train_steps(run: Run) -> bool:
+    """Returns False if it stopped early, with a checkpoint under way, because it was asked to."""
     watch = Stopwatch()
     for step in range(run.done_steps + 1, run.last_step + 1):
         tokens, labels = watch.time_data(lambda: next_batch(run))
         lr = run.lr.at(step)
         set_lr(run.step.optimizer, lr)
+        run.checkpointer.writer.check()
         result = run.step(tokens, labels, stop_requested=run.stop.requested)
         watch.n_steps += 1
 
@@ -73,7 +83,7 @@ def train(run: Run) -> bool:
         if stops and run.unread:
             read_verdicts(run, n_left_unread=0)
         if saves or stops:
-            watch.off_the_clock(run.checkpointer.save, step, run.skipped_steps)
+            watch.off_the_clock(run.checkpointer.save, step, run.nonfinite.n_skipped)
         if stops:
             return step == run.last_step
     return True
@@ -95,14 +105,7 @@ def read_verdicts(run: Run, n_left_unread: int) -> bool:
         step, result = run.unread.popleft()
         skipped, stop = result.verdict.read()
         stops |= stop
-        if skipped:
-            run.skipped_steps += 1
-            if run.stop_on_nonfinite:
-                raise NonFiniteError(
-                    f"stopped at step {step}: loss {result.loss.item()}, gradient norm {result.grad_norm.item()}. "
-                    "The update was not applied; the checkpoints before it are good. "
-                    'To go on past such steps: training.nonfinite = "skip"'
-                )
+        run.nonfinite.judge(step, skipped, result)
     return stops
 
 
@@ -123,8 +126,9 @@ def record_of(run: Run, step: int, result: StepResult, lr: float, watch: Stopwat
         "tokens_per_s_per_device": tokens_per_s / facts.world_size,
         "step_time_s": step_time_s,
         "data_time_s": watch.data_s / watch.n_steps,
+        "checkpoint_time_s": watch.paused_s,
         "tflops_per_device": flops_per_device / 1e12,
         "mfu": None if facts.peak_flops is None else flops_per_device / facts.peak_flops,
         "memory_peak_bytes": memory_peak_bytes(run.device.type),
-        "skipped_steps": run.skipped_steps,
+        "skipped_steps": run.nonfinite.n_skipped,
     }

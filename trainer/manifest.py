@@ -24,17 +24,16 @@ def data_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name == ".metadata" or path.suffix == ".distcp")
 
 
-def shared_manifest(folder: Path) -> Manifest:
-    """The manifest of a whole checkpoint, each rank reading a part of its files. Called by all ranks together."""
-    parts = _from_all_ranks(manifest_of(folder, _share(data_files(folder))))
-    return {name: entry for part in parts for name, entry in part.items()}
+def part_of_manifest(folder: Path) -> Manifest:
+    """This rank's part of the manifest of a whole checkpoint, whose files the ranks share out."""
+    return manifest_of(folder, _share(data_files(folder)))
 
 
 def find_damage(folder: Path, manifest: Manifest) -> list[str]:
     """What differs from the manifest, a line a file; each rank reads a part. Called by all ranks together."""
-    return sorted(
-        line for part in _from_all_ranks(differences(folder, manifest, _share(sorted(manifest)))) for line in part
-    )
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, differences(folder, manifest, _share(sorted(manifest))))
+    return sorted(line for part in parts for line in part)
 
 
 def differences(folder: Path, manifest: Manifest, files: list[str]) -> list[str]:
@@ -42,23 +41,20 @@ def differences(folder: Path, manifest: Manifest, files: list[str]) -> list[str]
     found = []
     for name in files:
         path, (n_bytes, crc) = folder / name, manifest[name]
-        if not path.is_file():
-            found.append(f"{path} is missing")
-        elif path.stat().st_size != n_bytes:
-            found.append(f"{path} has {path.stat().st_size} bytes instead of {n_bytes}")
-        elif _size_and_crc(path) != (n_bytes, crc):
-            found.append(f"{path} has been changed since it was written (its checksum differs)")
+        try:
+            if not path.is_file():
+                found.append(f"{path} is missing")
+            elif path.stat().st_size != n_bytes:
+                found.append(f"{path} has {path.stat().st_size} bytes instead of {n_bytes}")
+            elif _size_and_crc(path) != (n_bytes, crc):
+                found.append(f"{path} has been changed since it was written (its checksum differs)")
+        except OSError as error:
+            found.append(f"{path} cannot be read: {error.strerror}")
     return found
 
 
 def _share(names: list[str]) -> list[str]:
     return names[dist.get_rank() :: dist.get_world_size()]
-
-
-def _from_all_ranks(value) -> list:
-    values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _size_and_crc(path: Path) -> tuple[int, int]:

@@ -1,13 +1,18 @@
 """What a run reports: metrics.jsonl, TensorBoard, and a line on the console. Rank 0 alone writes."""
 
+import contextlib
 import json
 import os
+import statistics
 import sys
 import time
-from math import inf
+from collections import deque
+from math import inf, isfinite
 from pathlib import Path
 
 from tqdm import tqdm
+
+from trainer.errors import StoppedRun
 
 # metrics.jsonl key -> TensorBoard tag, where the run's charts should show it.
 _TAGS = {
@@ -21,6 +26,7 @@ _TAGS = {
     "mfu": "throughput/mfu",
     "step_time_s": "time/step_s",
     "data_time_s": "time/data_s",
+    "checkpoint_time_s": "time/checkpoint_s",
     "memory_peak_bytes": "memory/peak_bytes",
     "skipped_steps": "training/skipped_steps",
 }
@@ -38,12 +44,12 @@ class Stopwatch:
     def restart(self) -> None:
         self.n_steps = 0
         self.data_s = 0.0
-        self._paused_s = 0.0
+        self.paused_s = 0.0
         self._start = time.perf_counter()
 
     @property
     def elapsed_s(self) -> float:
-        return time.perf_counter() - self._start - self._paused_s
+        return time.perf_counter() - self._start - self.paused_s
 
     def time_data(self, fetch):
         """The result of ``fetch()``, its time counted as waiting for data."""
@@ -56,7 +62,28 @@ class Stopwatch:
         """Run ``work(*arguments)`` off the clock."""
         start = time.perf_counter()
         work(*arguments)
-        self._paused_s += time.perf_counter() - start
+        self.paused_s += time.perf_counter() - start
+
+
+class LossSpikes:
+    """Tells a loss that stands out from those of the last logged steps, by more than ``sigmas`` of their spread."""
+
+    def __init__(self, sigmas: float):
+        self._sigmas = sigmas
+        self._last: deque[float] = deque(maxlen=100)
+
+    def judge(self, loss: float) -> str | None:
+        """What to say about it, if anything. A single loss is never typical: 20 are needed."""
+        warning = None
+        if self._sigmas and isfinite(loss):
+            if len(self._last) >= 20:
+                mean, spread = statistics.fmean(self._last), statistics.stdev(self._last)
+                if loss > mean + self._sigmas * max(spread, 1e-3 * abs(mean)):
+                    warning = (
+                        f"loss {loss:.4f} stands out from the {len(self._last)} before ({mean:.4f} +- {spread:.4f})"
+                    )
+            self._last.append(loss)
+        return warning
 
 
 class Reporter:
@@ -66,7 +93,11 @@ class Reporter:
     step appears once.
     """
 
-    def __init__(self, folder: Path, *, is_main: bool, resume_step: int, last_step: int, tensorboard: bool):
+    def __init__(
+        self, folder: Path, *, is_main: bool, resume_step: int, last_step: int, tensorboard: bool, loss_spike: float
+    ):
+        self.folder = folder
+        self._spikes = LossSpikes(loss_spike)
         self._file = self._writer = self._bar = None
         if not is_main:
             return
@@ -84,6 +115,17 @@ class Reporter:
         """Report one logged step: a dict with the keys of ``_TAGS`` and ``step``."""
         if self._file is None:
             return
+        try:
+            self._write(record)
+        except OSError as error:
+            raise StoppedRun(
+                f"the metrics of step {record['step']} cannot be written to {self.folder}: {error}"
+            ) from None
+        self._print(record)
+        if warning := self._spikes.judge(record["loss"]):
+            print(f"warning: step {record['step']}: {warning}", file=sys.stderr, flush=True)
+
+    def _write(self, record: dict) -> None:
         finite = {key: None if value != value or value in (inf, -inf) else value for key, value in record.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")  # JSON has no nan
         self._file.flush()
@@ -92,7 +134,6 @@ class Reporter:
                 if record.get(key) is not None:
                     self._writer.add_scalar(tag, record[key], record["step"])
             self._writer.flush()
-        self._print(record)
 
     def _print(self, record: dict) -> None:
         mean_s = (time.perf_counter() - self._start) / (record["step"] - self._first_step + 1)
@@ -112,7 +153,8 @@ class Reporter:
     def close(self) -> None:
         for place in (self._bar, self._writer, self._file):
             if place is not None:
-                place.close()
+                with contextlib.suppress(OSError):  # all is flushed; a full disk was said before
+                    place.close()
 
 
 def _reopen_jsonl(path: Path, resume_step: int):

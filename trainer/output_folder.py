@@ -32,14 +32,14 @@ def open_output_folder(folder: Path) -> IO[str]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = (folder / ".lock").open("a+", encoding="utf-8")  # not "w": the token in it may be another run's
+            _lock(lock, folder)
+            token = secrets.token_hex()
+            lock.truncate(0)
+            lock.write(token)
+            lock.flush()
+            os.fsync(lock.fileno())  # a network file system shows other machines nothing before
         except OSError as error:
             raise UserError(f"job.output_dir = {str(folder)!r} cannot be written: {error}") from None
-        _lock(lock, folder)
-        token = secrets.token_hex()
-        lock.truncate(0)
-        lock.write(token)
-        lock.flush()
-        os.fsync(lock.fileno())  # a network file system shows other machines nothing before
         return token
 
     token = on_main_rank(lock_it)

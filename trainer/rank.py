@@ -1,6 +1,7 @@
 """One process of a job: join the others, do the work, and leave without keeping anyone waiting."""
 
 import ctypes
+import errno
 import logging
 import os
 import signal
@@ -16,6 +17,8 @@ import torch.distributed as dist
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, STATUS_FILE_VARIABLE, StoppedRun, UserError
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+
 
 def run_rank(work: Callable[[torch.device], int]) -> int:
     """Call ``work(device)`` in the default process group and return its exit code.
@@ -30,6 +33,12 @@ def run_rank(work: Callable[[torch.device], int]) -> int:
     except UserError as error:
         _say_once(error.message())
         return _end_now(EXIT_BAD_INPUT)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            _show_failure(error)
+            return _end_now(EXIT_FAILED)
+        print(f"error: {error}", file=sys.stderr, flush=True)  # it names the file; a traceback adds nothing
+        return _end_now(EXIT_FAILED)
     except StoppedRun as error:
         _say_once(f"error: {error}")
         return _end_now(EXIT_FAILED)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from parallelize.grad_norm import local_tensor
 from parallelize.mesh import Mesh
 from trainer.build import build_model
-from trainer.checkpoint import damage_in, read_tensors
+from trainer.checkpoint_files import damage_in, read_tensors
 from trainer.checkpoint_folder import read_state
 from trainer.config import Config
 from trainer.config_load import load_config

@@ -1,14 +1,14 @@
 """One optimizer step: all micro-batches, one norm, one clip, one update. And the same loss without a step."""
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from parallelize.grad_norm import clip_by_norm, squared_norm_share
+from parallelize.grad_norm import clip_by_norm, local_norms, squared_norm_share
 from parallelize.layout import Layout
 from parallelize.local_model import LocalModel
 from parallelize.mesh import sum_over_ranks
@@ -53,6 +53,9 @@ class StepResult:
     loss: torch.Tensor  # token-weighted mean over the global batch
     grad_norm: torch.Tensor  # before clipping
     verdict: "Verdict"
+    # Of this rank alone, to find out where something not finite came from:
+    loss_share: torch.Tensor
+    gradient_norms: Sequence[torch.Tensor]  # in the order of ``LocalModel.named``, before clipping
 
 
 class Verdict:
@@ -108,7 +111,7 @@ class TrainStep:
     def __call__(self, tokens: torch.Tensor, labels: torch.Tensor, stop_requested: bool = False) -> StepResult:
         loss_share = self.forward_backward(tokens, labels)
         loss, grad_norm, stop = self.total_and_clip(loss_share, stop_requested)
-        return StepResult(loss, grad_norm, Verdict(self.update(loss, grad_norm), stop))
+        return StepResult(loss, grad_norm, Verdict(self.update(loss, grad_norm), stop), loss_share, self.gradient_norms)
 
     def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Accumulate gradients of all micro-batches. Returns what this rank adds to the loss, a scalar."""
@@ -124,10 +127,11 @@ class TrainStep:
     def total_and_clip(self, loss_share: torch.Tensor, stop_requested: bool) -> tuple[torch.Tensor, ...]:
         """Total loss, gradient norm and stop votes over all ranks, in one reduction; clip once by the norm."""
         gradients = [parameter.grad for parameter in self.parameters]
+        self.gradient_norms = local_norms(gradients)
         shares = torch.stack(
             [
                 loss_share.double() / self.layout.tp,
-                squared_norm_share(gradients, self.layout),
+                squared_norm_share(gradients, self.layout, self.gradient_norms),
                 torch.full_like(loss_share, stop_requested, dtype=torch.float64),
             ]
         )

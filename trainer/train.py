@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from parallelize.mesh import Mesh
 from trainer.build import build_model, build_train_step, compute_dtype
-from trainer.checkpoint import Checkpointer, damage_in
+from trainer.checkpoint import Checkpointer
+from trainer.checkpoint_files import damage_in
 from trainer.checkpoint_folder import changed_since, check_same_run, choose_resume, read_state
 from trainer.config import Config
 from trainer.config_load import dump_config
@@ -24,6 +25,7 @@ from trainer.hf_export import export_run
 from trainer.loop import Run, RunFacts, train
 from trainer.lr_schedule import LrSchedule
 from trainer.metrics import Reporter
+from trainer.nonfinite import NonFiniteGuard
 from trainer.output_folder import open_output_folder
 from trainer.rank import on_main_rank, run_rank
 from trainer.signals import StopRequest
@@ -105,16 +107,22 @@ def _prepare(
             resume_step=done,
             last_step=training.steps,
             tensorboard=config.metrics.tensorboard,
+            loss_spike=config.metrics.loss_spike,
         ),
         stop=stop,
         facts=_facts(resolved, device),
         device=device,
         done_steps=done,
-        skipped_steps=state["skipped_steps"],
         last_step=training.steps,
         log_interval=config.metrics.log_interval,
         save_interval=config.checkpoint.interval,
-        stop_on_nonfinite=training.nonfinite == "stop",
+        nonfinite=NonFiniteGuard(
+            folder,
+            place=mesh.place,
+            parameter_names=list(model.named),
+            limit=1 if training.nonfinite == "stop" else training.nonfinite_limit,
+            n_skipped=state["skipped_steps"],
+        ),
     )
 
 

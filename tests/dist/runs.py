@@ -12,8 +12,7 @@ from tests.dist.pool import mesh_of
 from tests.tiny import tiny_config
 from trainer import train as train_command
 from trainer.config import Config
-from trainer.errors import UserError
-from trainer.loop import NonFiniteError
+from trainer.errors import StoppedRun, UserError
 from trainer.observe import whole
 
 
@@ -41,7 +40,7 @@ def run_training(config: Config, poison: tuple[int, int, float] | None = None) -
     try:
         with contextlib.redirect_stdout(console):
             seen["finished"] = train_command._train(config, CPU, NeverStop())
-    except NonFiniteError as error:
+    except StoppedRun as error:
         seen["error"] = str(error)
     finally:
         train_command.build_train_step, train_command.Mesh = original, Mesh

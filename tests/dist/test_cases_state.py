@@ -1,5 +1,7 @@
 """Cases about state: initialisation, dtypes, buffers, non-finite steps, checkpoints."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -117,7 +119,14 @@ def test_b21_a_non_finite_gradient_never_reaches_the_weights(ranks, tmp_path, va
     two_steps = ranks(4, run_training, run_config(tmp_path / "two", training__steps=2, **layout))
 
     stopped = ranks(4, run_training, run_config(tmp_path / "stop", **layout), (3, 2, value))
-    assert all("step 3" in rank["error"] for rank in stopped)
+    assert all("step 3" in rank["error"] and "from rank 2 (pp 1, dp_shard 0): layers.2." in rank["error"] for rank in stopped)
+    assert all("The newest checkpoint, " in rank["error"] and "step-00000002" in rank["error"] for rank in stopped)
+    written = json.loads((tmp_path / "stop/run/nonfinite/step-00000003.json").read_text())
+    assert written["step"] == 3
+    assert [(one["place"], one["loss_is_finite"], len(one["gradients_not_finite"])) for one in written["ranks"]] == [
+        ("rank 2 (pp 1, dp_shard 0)", True, 1)
+    ]
+    assert written["ranks"][0]["gradients_not_finite"][0].startswith("layers.2.")
     assert_same_state(stopped, two_steps)
     kept = sorted(folder.name for folder in (tmp_path / "stop/run/checkpoints").iterdir())
     assert kept == ["step-00000001", "step-00000002"]

@@ -86,3 +86,18 @@ def test_the_loss_over_a_large_vocabulary_is_that_of_float64():
     assert (logits.grad - exact.grad).abs().max() < 1e-6 and logits.grad[0].abs().max() == 0
     kernel = F.cross_entropy(logits.detach(), labels, reduction="sum", ignore_index=IGNORED)
     assert abs(kernel.item() / truth.item() - 1) > 1e-6, "the kernel is exact now: use it"
+
+
+def test_a_loss_that_stands_out_is_told():
+    import math
+
+    from trainer.metrics import LossSpikes
+
+    spikes = LossSpikes(6.0)
+    falling = [3.0 * math.exp(-step / 200) + 0.05 * math.sin(step) for step in range(300)]
+    assert not any(spikes.judge(loss) for loss in falling)
+    assert spikes.judge(float("nan")) is None  # that is another's business
+    assert "loss 5.0000 stands out from the 100 before" in spikes.judge(5.0)
+    assert LossSpikes(0).judge(5.0) is None
+    early = LossSpikes(6.0)
+    assert not any(early.judge(loss) for loss in (5.0, 5.0, 9.0))  # too few to know
