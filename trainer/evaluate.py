@@ -74,7 +74,7 @@ def _on_device(batches: Iterator, device: torch.device) -> Iterator[tuple[torch.
 def _rank_main(folder: Path, n_batches: int) -> int:
     config = load_config(str(folder / "config.toml"))
 
-    def work(device: torch.device) -> int:
+    def work(device: torch.device, _) -> int:
         seen = _evaluate(config, device, n_batches)
         if not math.isfinite(seen["loss"]):
             print(f"the loss is {seen['loss']}", file=sys.stderr)

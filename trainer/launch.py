@@ -6,6 +6,7 @@ Everything that can be known to be wrong is found here, before a process starts,
 import argparse
 import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from trainer.config import Config
 from trainer.config_load import key_help, load_config, split_overrides
 from trainer.config_rules import layout_needs, resolve_config
 from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_STOPPED, STATUS_FILE_VARIABLE, UserError
+from trainer.exit_status import read_status
 from trainer.signals import StopRequest
 
 _THREADS_GIVEN = "OMP_NUM_THREADS" in os.environ
@@ -37,16 +39,23 @@ def main(arguments: list[str] | None = None) -> int:
         type=int,
         help="processes on this machine (default: its GPUs, else what the layout needs)",
     )
+    parser.add_argument(
+        "--max-restarts",
+        metavar="R",
+        type=int,
+        default=0,
+        help="start all ranks again, from the newest checkpoint, after a crash or a hang, at most so often (default 0)",
+    )
     try:
         rest, overrides = split_overrides(arguments)
         options = parser.parse_args(rest)
         config = load_config(options.config, overrides)
-        rendezvous, n_nodes = _rendezvous()
+        rendezvous, n_nodes = _rendezvous(options.max_restarts)
         nproc = _check(config, options.nproc, n_nodes)
     except UserError as error:
         print(error.message(), file=sys.stderr)
         return EXIT_BAD_INPUT
-    if nproc * n_nodes == 1:
+    if nproc * n_nodes == 1 and not options.max_restarts:
         from trainer import train
 
         return train.main(config, stop)
@@ -149,19 +158,39 @@ def _gpu_bytes() -> int:
     return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
 
 
-def _rendezvous() -> tuple[list[str], int]:
-    """torchrun's flags for finding the other machines, from the environment, and how many machines there are."""
-    n_nodes = _environment_number("NNODES", 1, default=1)
-    if n_nodes == 1:
-        return ["--standalone"], 1
+def _rendezvous(max_restarts: int) -> tuple[list[str], int]:
+    """torchrun's flags for finding the other machines, from the environment, and how many there are at most.
+
+    NNODES is a number, or MIN:MAX: then the job goes on with fewer machines, and takes more when they come.
+    """
+    if max_restarts < 0:
+        raise UserError(f"--max-restarts {max_restarts}: must be 0 or more")
+    restarts = [f"--max-restarts={max_restarts}"]
+    text = os.environ.get("NNODES") or "1"
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", text):
+        raise UserError(f"environment variable NNODES={text}: must be a whole number, at least 1, or MIN:MAX")
+    least, most = int(text.split(":")[0]), int(text.split(":")[-1])
+    if least > most:
+        raise UserError(f"environment variable NNODES={text}: MIN is above MAX")
+    if most == 1:
+        return ["--standalone", *restarts], 1
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not os.environ.get(name)]
     if missing:
-        raise UserError(f"NNODES={n_nodes}, but {' and '.join(missing)} is not set in the environment")
-    node_rank = _environment_number("NODE_RANK", 0, most=n_nodes - 1)
+        raise UserError(f"NNODES={text}, but {' and '.join(missing)} is not set in the environment")
+    node_rank = _environment_number("NODE_RANK", 0, most=most - 1)
     port = _environment_number("MASTER_PORT", 1, default=29500, most=65535)
     address = os.environ["MASTER_ADDR"]
-    flags = [f"--nnodes={n_nodes}", f"--node-rank={node_rank}", f"--master-addr={address}", f"--master-port={port}"]
-    return flags, n_nodes
+    if least == most and not max_restarts:
+        flags = [f"--nnodes={most}", f"--node-rank={node_rank}", f"--master-addr={address}", f"--master-port={port}"]
+        return flags, most
+    # Machines that come and go need torchrun's dynamic rendezvous, which machine 0 keeps.
+    flags = [
+        f"--nnodes={text}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={address}:{port}",
+        f"--rdzv-id=meshloom-{port}",
+    ]
+    return [*flags, f"--rdzv-conf=is_host={int(node_rank == 0)}", *restarts], most
 
 
 def _environment_number(name: str, least: int, default: int | None = None, most: int | None = None) -> int:
@@ -183,6 +212,10 @@ def run_ranks(nproc: int, command: list[str], rendezvous: Sequence[str] = ("--st
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    if any(flag.startswith("--max-restarts=") and flag != "--max-restarts=0" for flag in rendezvous):
+        # Else a second start finds the addresses of the first in torchrun's store, and cannot connect
+        # (pytorch issue 135712, still so in 2.13).
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     flags = [*rendezvous, f"--nproc-per-node={nproc}"]
     if "--signals-to-handle" in run.get_args_parser().format_help():  # not in every release we run on
         flags.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")  # Slurm's warning is SIGUSR1
@@ -192,18 +225,19 @@ def run_ranks(nproc: int, command: list[str], rendezvous: Sequence[str] = ("--st
         failures = {}
         try:
             run.run(run.parse_args([*flags, *command]))
-            return 0
         except ChildFailedError as error:
             failures = error.failures
         except SignalException:
             pass
-        said = status.read().decode()
+        said = read_status(status.read().decode())
         for rank, failure in sorted(failures.items()):
             name = failure.signal_name() if failure.exitcode < 0 else ""  # it could not say so itself
-            if name and not (said and name == "SIGTERM"):  # torchrun ends the others once the first has said why
+            if name and not (said and name == "SIGTERM"):  # torchrun ends the others once one has said why
                 hint = ": out of memory?" if name == "SIGKILL" else ""
                 print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
-        return int(said) if said else max([EXIT_FAILED, *(failure.exitcode for failure in failures.values())])
+        if said is not None and (said or not failures):
+            return said
+        return max([EXIT_FAILED, *(failure.exitcode for failure in failures.values())])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from trainer.nonfinite import NonFiniteError, NonFiniteGuard
 from trainer.optimizer import set_lr
 from trainer.signals import StopRequest
 from trainer.step import StepResult, TrainStep
+from trainer.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Run:
     checkpointer: Checkpointer
     reporter: Reporter
     stop: StopRequest
+    watchdog: Watchdog
     facts: RunFacts
     device: torch.device
     done_steps: int  # 0, or the step of the checkpoint that was loaded
@@ -54,6 +56,7 @@ def train(run: Run) -> bool:
     try:
         finished = train_steps(run)
     except NonFiniteError:
+        run.watchdog.pause("the last checkpoint")
         run.checkpointer.writer.wait()  # one that is under way is from before, and good
         raise
     run.checkpointer.writer.finish()
@@ -64,6 +67,7 @@ def train_steps(run: Run) -> bool:
     """Returns False if it stopped early, with a checkpoint under way, because it was asked to."""
     watch = Stopwatch()
     for step in range(run.done_steps + 1, run.last_step + 1):
+        run.watchdog.step(step)
         tokens, labels = watch.time_data(lambda: next_batch(run))
         lr = run.lr.at(step)
         set_lr(run.step.optimizer, lr)
@@ -83,6 +87,7 @@ def train_steps(run: Run) -> bool:
         if stops and run.unread:
             read_verdicts(run, n_left_unread=0)
         if saves or stops:
+            run.watchdog.pause(f"the checkpoint of step {step}")
             watch.off_the_clock(run.checkpointer.save, step, run.nonfinite.n_skipped)
         if stops:
             return step == run.last_step

@@ -9,54 +9,63 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, STATUS_FILE_VARIABLE, StoppedRun, UserError
+from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, StoppedRun, UserError
+from trainer.exit_status import clear_status, exit_now, leave_status, torchruns_code
+from trainer.watchdog import Watchdog
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
-def run_rank(work: Callable[[torch.device], int]) -> int:
-    """Call ``work(device)`` in the default process group and return its exit code.
+def run_rank(work: Callable[[torch.device, Watchdog], int], timeout_s: float = 1800) -> int:
+    """Call ``work(device, watchdog)`` in the default process group and return its exit code.
 
     ``UserError`` and ``StoppedRun``, which every rank meets alike, are said once a machine; anything else
-    with its traceback by the rank that it happened on, which then ends at once: torchrun ends the others.
+    with its traceback by the rank that it happened on, which then ends at once and takes the others with it.
+    ``timeout_s``: of a collective, in seconds, beyond which torch itself ends the process.
     """
     _end_with_parent()
-    device = _join()
+    clear_status()
+    device, watchdog = _join(timeout_s), Watchdog()
     try:
-        code = work(device)
+        watchdog.listen()
+        code = work(device, watchdog)
     except UserError as error:
         _say_once(error.message())
-        return _end_now(EXIT_BAD_INPUT)
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
-            _show_failure(error)
-            return _end_now(EXIT_FAILED)
-        print(f"error: {error}", file=sys.stderr, flush=True)  # it names the file; a traceback adds nothing
-        return _end_now(EXIT_FAILED)
+        return _end_now(watchdog, EXIT_BAD_INPUT, restart=False)
     except StoppedRun as error:
         _say_once(f"error: {error}")
-        return _end_now(EXIT_FAILED)
+        return _end_now(watchdog, EXIT_FAILED, restart=False)
     except BaseException as error:
-        lost_peer = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-        if isinstance(error, RuntimeError) and any(
-            sign in str(error) for sign in lost_peer
-        ):  # no cause, so neither a traceback nor a status
+        if _is_lost_peer(error):  # no cause, so neither a traceback nor a status
             print(f"[rank {dist.get_rank()}] ends: another rank has failed", file=sys.stderr, flush=True)
-            return _end_now(EXIT_FAILED, leave_status=False)
-        _show_failure(error)
-        return _end_now(EXIT_FAILED)
-    _leave_status(code)
+            ended = watchdog.ended() or {"code": EXIT_FAILED, "restart": True}
+            exit_now(ended["code"], ended["restart"], status=False)
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            print(f"error: {error}", file=sys.stderr, flush=True)  # it names the file; a traceback adds nothing
+        else:
+            _show_failure(error)
+        return _end_now(watchdog, EXIT_FAILED, restart=True)
+    watchdog.leave()
+    leave_status(code)
     dist.destroy_process_group()
-    return code
+    return torchruns_code(code, restart=False)
 
 
-def _join() -> torch.device:
+def _is_lost_peer(error: BaseException | None) -> bool:
+    """Is it, or what it was raised from, gloo's or NCCL's word for a rank that has gone?"""
+    signs = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+    if error is None or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)):
+        return error is not None
+    return _is_lost_peer(error.__cause__ or error.__context__)  # a pipeline stage wraps it
+
+
+def _join(timeout_s: float) -> torch.device:
     """Start the default process group from torchrun's environment; alone without it. NCCL on GPUs, else gloo."""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -67,7 +76,7 @@ def _join() -> torch.device:
         options = {"backend": "gloo"}
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # not under torchrun
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(**options)
+    dist.init_process_group(**options, timeout=timedelta(seconds=timeout_s))
     # DTensor warns on each rank, once a pattern, that gathering a tensor sharded over two axes takes two
     # collectives. It does, and only when a whole tensor is wanted for a check.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -113,17 +122,10 @@ def _show_failure(error: BaseException) -> None:
     print("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()), file=sys.stderr, flush=True)
 
 
-def _leave_status(code: int) -> None:
-    if os.environ.get("LOCAL_RANK") == "0" and STATUS_FILE_VARIABLE in os.environ:
-        Path(os.environ[STATUS_FILE_VARIABLE]).write_text(str(code))
-
-
-def _end_now(code: int, leave_status: bool = True) -> int:
+def _end_now(watchdog: Watchdog, code: int, restart: bool) -> int:
     """End without destroying the process group, which would wait for ranks that may never come."""
     if dist.get_world_size() == 1:
-        return code
-    if leave_status:
-        _leave_status(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        leave_status(code)
+        return torchruns_code(code, restart)
+    watchdog.end_all(code, restart)
+    exit_now(code, restart)

@@ -38,7 +38,7 @@ def main(options: argparse.Namespace) -> int:
     config = config.model_copy(update={"training": config.training.model_copy(update=sizes)})
     resolved = resolve_config(config, 1)
 
-    def work(device: torch.device) -> int:
+    def work(device: torch.device, _) -> int:
         print(tokenizer.decode(_continue(resolved, device, prompt, options.tokens, tokenizer.eos_id)))
         return 0
 

@@ -29,22 +29,24 @@ from trainer.nonfinite import NonFiniteGuard
 from trainer.output_folder import open_output_folder
 from trainer.rank import on_main_rank, run_rank
 from trainer.signals import StopRequest
+from trainer.watchdog import Watchdog
 
 
 def main(config: Config, stop: StopRequest) -> int:
     """Train as one rank of the job. Returns the exit code."""
 
-    def work(device: torch.device) -> int:
-        if not _train(config, device, stop):
+    def work(device: torch.device, watchdog: Watchdog) -> int:
+        if not _train(config, device, stop, watchdog):
             return EXIT_STOPPED
         if config.checkpoint.export_dir is not None and dist.get_rank() == 0:  # the others leave: nobody waits
             export_run(config)
         return 0
 
-    return run_rank(work)
+    # Torch's own limit on a collective comes after ours, which knows more.
+    return run_rank(work, timeout_s=max(1800, 2 * config.job.step_timeout_s))
 
 
-def _train(config: Config, device: torch.device, stop: StopRequest) -> bool:
+def _train(config: Config, device: torch.device, stop: StopRequest, watchdog: Watchdog) -> bool:
     """Returns whether the run has reached its last step."""
     resolved = resolve_config(config, dist.get_world_size())
     config = resolved.full_config(compute_dtype(config, device.type))
@@ -61,13 +63,18 @@ def _train(config: Config, device: torch.device, stop: StopRequest) -> bool:
                     "training.steps; for another run, choose another job.output_dir"
                 )
             return True
-        run = _prepare(resolved, rows, resume_from, device, stop)
+        run = _prepare(resolved, rows, resume_from, device, stop, watchdog)
         with contextlib.closing(run.reporter):
             return train(run)
 
 
 def _prepare(
-    resolved: Resolved, rows: TokenRows, resume_from: Path | None, device: torch.device, stop: StopRequest
+    resolved: Resolved,
+    rows: TokenRows,
+    resume_from: Path | None,
+    device: torch.device,
+    stop: StopRequest,
+    watchdog: Watchdog,
 ) -> Run:
     """Build model, step, loader and reports, and load the checkpoint."""
     config, training = resolved.config, resolved.config.training
@@ -86,6 +93,7 @@ def _prepare(
         elif config.model.hf_path is not None:
             checkpointer.origin = read_origin(config.model.hf_path)
     done = state["step"]
+    watchdog.watch(config.job.step_timeout_s, folder / "logs", mesh.place)
     if is_main:
         (folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
         _print_summary(resolved, device, len(rows))
@@ -110,6 +118,7 @@ def _prepare(
             loss_spike=config.metrics.loss_spike,
         ),
         stop=stop,
+        watchdog=watchdog,
         facts=_facts(resolved, device),
         device=device,
         done_steps=done,

@@ -90,7 +90,7 @@ def batches_for(resolved: Resolved, mesh: Mesh, n_steps: int) -> Iterator[tuple[
 def _rank_main(folder: Path, n_steps: int) -> int:
     config = load_config(str(folder / "config.toml"))
 
-    def work(device: torch.device) -> int:
+    def work(device: torch.device, _) -> int:
         resolved = resolve_config(config, dist.get_world_size())
         mesh = Mesh(resolved.layout, device.type)
         seen = observe(resolved, mesh, device, batches_for(resolved, mesh, n_steps))

@@ -14,6 +14,7 @@ from trainer import train as train_command
 from trainer.config import Config
 from trainer.errors import StoppedRun, UserError
 from trainer.observe import whole
+from trainer.watchdog import Watchdog
 
 
 class NeverStop:
@@ -39,7 +40,7 @@ def run_training(config: Config, poison: tuple[int, int, float] | None = None) -
     seen["error"], seen["finished"], console = None, None, io.StringIO()
     try:
         with contextlib.redirect_stdout(console):
-            seen["finished"] = train_command._train(config, CPU, NeverStop())
+            seen["finished"] = train_command._train(config, CPU, NeverStop(), Watchdog())
     except StoppedRun as error:
         seen["error"] = str(error)
     finally:

@@ -1,0 +1,119 @@
+"""Ranks that raise, die, hang or stop: what the others do, and how the job goes on. Real processes, under torchrun."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.dist.runs import records
+from tests.dist.test_command import (
+    ROOT,
+    SMALL,
+    assert_same_curve,
+    children_of,
+    processes_left,
+    run,
+    start,
+    wait_for_step,
+)
+
+
+def run_with_fault(tmp_path, fault: str, *arguments: str, nproc: int = 2, restarts: int = 0, timeout_s: float = 90):
+    """``fault``: see failing_rank.py. Returns the ended process, with what it has said."""
+    command = ["-m", "tests.dist.failing_rank", "train", *SMALL, "--job.output_dir=run", *arguments]
+    code = (
+        "from trainer.launch import run_ranks; import sys; "
+        f"sys.exit(run_ranks({nproc}, {command!r}, ['--standalone', '--max-restarts={restarts}']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True, env=os.environ | {"PYTHONPATH": str(ROOT), "FAULT": fault},
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        left = processes_left(process) and _kill(process)
+    assert not left, "processes were left behind"
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def _kill(process: subprocess.Popen) -> bool:
+    os.killpg(process.pid, signal.SIGKILL)
+    return True
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight")
+    result = run(folder, *SMALL, "--training.steps=8", "--job.output_dir=run")
+    assert result.returncode == 0, result.stderr
+    return folder / "run"
+
+
+def test_b61_an_error_on_one_rank_ends_every_rank(tmp_path):
+    started = time.monotonic()
+    result = run_with_fault(tmp_path, "1 3 raise", "--parallel.pp=2", nproc=4)
+    assert result.returncode == 1
+    assert "[rank 1] RuntimeError: planted fault" in result.stderr
+    assert result.stderr.count("Traceback") == 1, result.stderr
+    assert time.monotonic() - started < 80  # a hang would last until gloo's own time-out, half an hour
+
+
+@pytest.mark.parametrize("kind", ["raise", "kill"])
+def test_a_crashed_group_starts_again_and_follows_the_same_curve(straight, tmp_path, kind):
+    keys = ["--training.steps=8", "--checkpoint.interval=2"]
+    result = run_with_fault(tmp_path, f"1 6 {kind}", *keys, restarts=2, timeout_s=150)
+    assert result.returncode == 0, result.stderr
+    assert "resuming    run/checkpoints/step-00000004" in result.stdout
+    assert_same_curve(tmp_path / "run", straight)
+
+
+def test_what_would_end_the_same_way_again_does_not_start_again(tmp_path):
+    """An error of the user's on one rank alone ends the others too, with its code, in spite of --max-restarts."""
+    result = run_with_fault(tmp_path, "1 3 user", "--training.steps=8", restarts=5)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("planted: a file that only this rank misses") == 1
+    assert "Traceback" not in result.stderr and result.stdout.count("layout  ") == 1
+
+
+def test_a_signal_stops_a_job_that_may_restart(straight, tmp_path):
+    arguments = [*SMALL, "--training.steps=8", "--job.output_dir=run", "--nproc=2", "--max-restarts=5"]
+    process = start(tmp_path, *arguments)
+    wait_for_step(tmp_path / "run", 2)
+    os.kill(children_of(process.pid)[1], signal.SIGTERM)  # one rank alone: all agree
+    out, err = process.communicate(timeout=60)
+    stopped = records(tmp_path / "run")[-1]["step"]
+    assert process.returncode == 75 if stopped < 8 else 0, out + err
+    assert out.count("layout  ") == 1 and not processes_left(process)
+    assert run(tmp_path, *arguments).returncode == 0
+    assert_same_curve(tmp_path / "run", straight)
+
+
+@pytest.mark.parametrize(
+    "kind, seen",
+    [("sleep", "rank 1 (pp 1), step 4: busy in failing_rank.py"), ("stop", "rank 1: does not answer (stopped, ")],
+)
+def test_a_hang_ends_the_job_and_names_the_rank(straight, tmp_path, kind, seen):
+    """With the stacks of every rank that answers; and the next start goes on."""
+    keys = ["--parallel.pp=2", "--training.steps=8", "--checkpoint.interval=2", "--job.step_timeout_s=4"]
+    result = run_with_fault(tmp_path, f"1 4 {kind}", *keys, timeout_s=120)
+    assert result.returncode == 1
+    name = "rank 1 (pp 1)" if kind == "sleep" else "rank 1"
+    assert f"error: nothing has moved for more than 4 s (job.step_timeout_s): {name} did not arrive" in result.stderr
+    assert seen in result.stderr, result.stderr
+    assert "rank 0 (pp 0), step 4: waits for other ranks, in mesh.py" in result.stderr
+    stacks = sorted(path.name for path in (tmp_path / "run/logs").glob("stacks-*"))
+    assert stacks == (["stacks-rank-0.txt", "stacks-rank-1.txt"] if kind == "sleep" else ["stacks-rank-0.txt"])
+    assert "forward_backward" in (tmp_path / "run/logs/stacks-rank-0.txt").read_text()
+    assert "Traceback" not in result.stderr
+    assert run(tmp_path, *SMALL, *keys[:3], "--job.output_dir=run", "--nproc=2").returncode == 0
+    assert_same_curve(tmp_path / "run", straight)
+
+
+def test_a_hang_of_one_process_alone_ends_too(tmp_path):
+    result = run_with_fault(tmp_path, "0 3 sleep", "--job.step_timeout_s=2", nproc=1)
+    assert result.returncode == 1
+    assert "rank 0 is in step 3 for more than 2 s (job.step_timeout_s): busy in failing_rank.py" in result.stderr
