@@ -13,7 +13,7 @@ from tests.tiny import tiny_config
 from trainer import train as train_command
 from trainer.config import Config
 from trainer.errors import StoppedRun, UserError
-from trainer.observe import whole
+from trainer.observe import digest, whole
 from trainer.watchdog import Watchdog
 
 
@@ -30,7 +30,8 @@ def run_training(config: Config, poison: tuple[int, int, float] | None = None) -
 
     def build_train_step(resolved, model, mesh, device):
         step = original(resolved, model, mesh, device)
-        seen.update(step=step, named=model.named)
+        seen.update(step=step, named=model.named, dp_index=mesh.dp_index, batches=[], rates=[])
+        _record(step, seen)
         if poison is not None:
             _poison(step, seen, *poison)
         return step
@@ -70,6 +71,21 @@ def refused(config) -> str:
     except UserError as error:
         return error.message()
     return "not refused"
+
+
+def _record(step, seen) -> None:
+    """Note each step's sequences on this rank, as digests, and the learning rates that its update uses."""
+    forward_backward, update = step.forward_backward, step.update
+
+    def recorded_forward_backward(tokens, labels):
+        seen["batches"].append([digest(row) for row in torch.stack((tokens, labels), dim=1)])
+        return forward_backward(tokens, labels)
+
+    def recorded_update(*totals):
+        seen["rates"].append({group["lr"] for group in step.optimizer.param_groups})
+        return update(*totals)
+
+    step.forward_backward, step.update = recorded_forward_backward, recorded_update
 
 
 def _poison(step, seen, at_step: int, rank: int, value: float) -> None:
