@@ -1,0 +1,99 @@
+"""Two machines, imitated by network namespaces: one run over both, one of them dying, the cable pulled."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dist.hosts import Hosts, why_not
+from tests.dist.runs import records
+from tests.dist.test_command import ROOT, SMALL, assert_same_curve, run, wait_for_step
+
+pytestmark = pytest.mark.hosts
+RUN = [*SMALL, "--training.steps=16", "--job.output_dir=run", "--checkpoint.interval=2"]
+PATIENCE_S = 60  # for a launcher whose peer machine has died
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 4000), timeout=float(sys.argv[2])).close()"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _can_be_had():
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def hosts():
+    with Hosts(2) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """16 steps in one process: the curve that the others must follow."""
+    folder = tmp_path_factory.mktemp("straight")
+    result = run(folder, *RUN)
+    assert result.returncode == 0, result.stderr
+    return folder / "run"
+
+
+def start_on(hosts: Hosts, index: int, tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Popen:
+    """The same command on one of the machines; 2 ranks."""
+    command = [str(ROOT / "run_train.sh"), *RUN, "--nproc=2", *arguments]
+    return hosts.popen(
+        index, command, {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **environment},
+        cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def start_on_both(hosts: Hosts, tmp_path: Path, *arguments: str) -> list[subprocess.Popen]:
+    meeting = {"NNODES": "2", "MASTER_ADDR": hosts.names[0], "MASTER_PORT": "29500"}
+    return [start_on(hosts, index, tmp_path, *arguments, NODE_RANK=str(index), **meeting) for index in range(2)]
+
+
+def test_two_machines_with_addresses_of_their_own(straight, hosts, tmp_path):
+    """Ranks must find each other at addresses that are not 127.0.0.1."""
+    launchers = start_on_both(hosts, tmp_path, "--parallel.tp=2", "--parallel.pp=2")
+    for launcher in launchers:
+        out, err = launcher.communicate(timeout=120)
+        assert launcher.returncode == 0, err
+    assert_same_curve(tmp_path / "run", straight)
+
+
+def test_a_machine_dies_and_the_other_goes_on_alone(straight, hosts, tmp_path):
+    """The launcher that is left ends by itself; one machine then goes on from the last checkpoint at its own layout."""
+    left, dead = start_on_both(hosts, tmp_path, "--parallel.tp=2", "--parallel.pp=2")
+    wait_for_step(tmp_path / "run", 3)
+    hosts.kill(1)
+    out, err = left.communicate(timeout=PATIENCE_S)
+    assert len(records(tmp_path / "run")) < 16, "it was done before the machine died"
+    assert left.returncode not in (0, 2, 75), (left.returncode, err)
+    assert hosts.pids(0) == hosts.pids(1) == []
+    dead.communicate()
+    assert dead.returncode == -9
+
+    alone = start_on(hosts, 0, tmp_path, "--parallel.dp_shard=2")
+    out, err = alone.communicate(timeout=120)
+    assert alone.returncode == 0, err
+    assert "resuming " in out, out
+    assert_same_curve(tmp_path / "run", straight)
+
+
+def connects(hosts: Hosts, timeout_s: float = 3) -> bool:
+    """Whether machine 1 reaches port 4000 of machine 0."""
+    command = [sys.executable, "-c", CONNECT, hosts.addresses[0], str(timeout_s)]
+    return hosts.popen(1, command, stderr=subprocess.DEVNULL).wait(timeout=60) == 0
+
+
+def test_a_cable_is_pulled_and_put_back(hosts):
+    """What the imitation itself promises: its own names and addresses, no packets while cut."""
+    listen = "import socket, time; s = socket.create_server(('', 4000)); print(socket.gethostname(), flush=True); time.sleep(600)"
+    server = hosts.popen(0, [sys.executable, "-c", listen], stdout=subprocess.PIPE, text=True)
+    assert server.stdout.readline().strip() == hosts.names[0]
+    assert connects(hosts)
+    hosts.cut(0)
+    assert not connects(hosts, timeout_s=1)
+    hosts.mend(0)
+    assert connects(hosts, timeout_s=20)
+    hosts.kill(0)
+    assert server.wait(timeout=5) == -9
