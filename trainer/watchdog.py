@@ -26,7 +26,7 @@ from trainer.rank_report import last_collective, report_of, what_main_thread_doe
 _POLL_S = 0.5
 _GRACE_S = 5  # for the main thread to say what it knows, once another rank has ended
 _REPORTS_S = 8  # for the other ranks to say where they are
-_STORE_S = 30  # for the store to take our own word; beyond that it is out of reach
+_STORE_S = 15  # for the store to take our own word; beyond that it is out of reach
 _FIRST_STEP_FACTOR = 5  # it compiles, allocates and meets the others
 
 

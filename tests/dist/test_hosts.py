@@ -79,6 +79,49 @@ def test_a_machine_dies_and_the_other_goes_on_alone(straight, hosts, tmp_path):
     assert_same_curve(tmp_path / "run", straight)
 
 
+def test_a_cut_link_is_a_hang_that_ends_and_the_next_start_goes_on(hosts, tmp_path):
+    """No connection is closed: the watchdogs on both sides say who is missing, and both launchers end."""
+    keys = ["--parallel.tp=2", "--parallel.pp=2", "--job.step_timeout_s=5"]
+    constant = "--lr_schedule.decay=constant"
+    launchers = start_on_both(hosts, tmp_path, *keys, constant, "--training.steps=100000")
+    wait_for_step(tmp_path / "run", 3)
+    hosts.cut(1)
+    said = [launcher.communicate(timeout=150)[1] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [1, 1], said
+    assert "nothing has moved for more than 5 s (job.step_timeout_s): rank 2, rank 3 did not arrive" in said[0]
+    assert "rank 2: does not answer (stopped, its machine down, or the link to it cut)" in said[0]
+    assert "The job's store does not answer: is the first machine, or the link to it, down?" in said[1]
+    assert hosts.pids(0) == hosts.pids(1) == []
+
+    hosts.mend(1)
+    reached = int(sorted(folder.name for folder in (tmp_path / "run/checkpoints").iterdir())[-1].split("-")[1])
+    steps = f"--training.steps={reached + 2}"
+    for launcher in start_on_both(hosts, tmp_path, *keys, constant, steps):
+        out, err = launcher.communicate(timeout=120)
+        assert launcher.returncode == 0, err
+    assert run(tmp_path, *RUN, constant, steps, "--job.output_dir=alone").returncode == 0
+    assert_same_curve(tmp_path / "run", tmp_path / "alone")
+
+
+def test_with_a_machine_less_the_job_goes_on_by_itself(straight, tmp_path):
+    """NNODES=1:3: of three machines one dies; the others start again, from the last checkpoint, as one smaller world."""
+    with Hosts(3) as hosts:
+        meeting = {"NNODES": "1:3", "MASTER_ADDR": hosts.names[0], "MASTER_PORT": "29500"}
+        keys = ["--nproc=1", "--max-restarts=3", "--training.global_batch_size=12", "--training.steps=60"]
+        launchers = [
+            start_on(hosts, index, tmp_path, *keys, NODE_RANK=str(index), **meeting) for index in range(3)
+        ]
+        wait_for_step(tmp_path / "run", 3)
+        hosts.kill(2)
+        for launcher in launchers[:2]:
+            out, err = launcher.communicate(timeout=240)
+            assert launcher.returncode == 0, err
+            if "layout" in out:
+                layouts = [line.split("  ")[-1] for line in out.splitlines() if line.startswith("layout")]
+    assert layouts == ["dp_shard 3; 3 processes on CPU", "dp_shard 2; 2 processes on CPU"], layouts
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 61))
+
+
 def connects(hosts: Hosts, timeout_s: float = 3) -> bool:
     """Whether machine 1 reaches port 4000 of machine 0."""
     command = [sys.executable, "-c", CONNECT, hosts.addresses[0], str(timeout_s)]
