@@ -157,6 +157,10 @@ class Parallel(Section):
     replicate_kv_heads: bool = Field(
         False, description="with tp a multiple of n_kv_heads: every rank computes all key/value heads and uses its own"
     )
+    tp_across_nodes: bool = Field(
+        False,
+        description="let a tensor parallel group span machines, whose links are many times slower than a machine's",
+    )
     sequence_parallel: bool = Field(True, description="with tp: shard the residual stream and norms over the sequence")
     loss_parallel: bool = Field(True, description="with tp: keep the logits sharded over the vocabulary")
     reshard_after_forward: Literal["auto", "always", "never"] = Field(

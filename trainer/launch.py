@@ -7,6 +7,7 @@ import argparse
 import logging
 import os
 import re
+import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -179,6 +180,8 @@ def _rendezvous(max_restarts: int) -> tuple[list[str], int]:
         raise UserError(f"NNODES={text}, but {' and '.join(missing)} is not set in the environment")
     node_rank = _environment_number("NODE_RANK", 0, most=most - 1)
     port = _environment_number("MASTER_PORT", 1, default=29500, most=65535)
+    if node_rank == 0:
+        _check_port(port)
     address = os.environ["MASTER_ADDR"]
     if least == most and not max_restarts:
         flags = [f"--nnodes={most}", f"--node-rank={node_rank}", f"--master-addr={address}", f"--master-port={port}"]
@@ -191,6 +194,19 @@ def _rendezvous(max_restarts: int) -> tuple[list[str], int]:
         f"--rdzv-id=meshloom-{port}",
     ]
     return [*flags, f"--rdzv-conf=is_host={int(node_rank == 0)}", *restarts], most
+
+
+def _check_port(port: int) -> None:
+    """Raise ``UserError`` if the port where the machines are to meet, on this one, is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise UserError(
+                f"MASTER_PORT={port} cannot be used on this machine ({error.strerror}): another job's? Set another, the same "
+                "on every machine"
+            ) from None
 
 
 def _environment_number(name: str, least: int, default: int | None = None, most: int | None = None) -> int:

@@ -16,6 +16,8 @@ from trainer.signals import StopRequest
 from trainer.step import StepResult, TrainStep
 from trainer.watchdog import Watchdog
 
+_FIRST_STEP = 5  # times as long may the first step take: it compiles, allocates, meets the others
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -67,7 +69,7 @@ def train_steps(run: Run) -> bool:
     """Returns False if it stopped early, with a checkpoint under way, because it was asked to."""
     watch = Stopwatch()
     for step in range(run.done_steps + 1, run.last_step + 1):
-        run.watchdog.step(step)
+        run.watchdog.begin(f"step {step}", factor=_FIRST_STEP if step == run.done_steps + 1 else 1)
         tokens, labels = watch.time_data(lambda: next_batch(run))
         lr = run.lr.at(step)
         set_lr(run.step.optimizer, lr)

@@ -27,6 +27,7 @@ from trainer.lr_schedule import LrSchedule
 from trainer.metrics import Reporter
 from trainer.nonfinite import NonFiniteGuard
 from trainer.output_folder import open_output_folder
+from trainer.preflight import check_machines, measure_links
 from trainer.rank import on_main_rank, run_rank
 from trainer.signals import StopRequest
 from trainer.watchdog import Watchdog
@@ -53,6 +54,7 @@ def _train(config: Config, device: torch.device, stop: StopRequest, watchdog: Wa
     resolved = replace(resolved, config=config)
     folder, steps = Path(config.job.output_dir), config.training.steps
 
+    check_machines(config, resolved.layout)
     rows = load_rows(config.data, config.training.seq_len, resolved.architecture.vocab_size)
     with open_output_folder(folder):
         resume_from, done_steps = _where_to_start(config)
@@ -80,6 +82,10 @@ def _prepare(
     config, training = resolved.config, resolved.config.training
     folder, is_main = Path(config.job.output_dir), dist.get_rank() == 0
     mesh = Mesh(resolved.layout, device.type)
+    watchdog.watch(config.job.step_timeout_s, folder / "logs", mesh.place)
+    watchdog.begin("the check of the links")
+    links = measure_links(mesh, device)
+    watchdog.pause("building the model")
     init_from = config.checkpoint.init_from
     model = build_model(resolved, mesh, device, initialise=resume_from is None and init_from is None)
     step = build_train_step(resolved, model, mesh, device)
@@ -93,10 +99,9 @@ def _prepare(
         elif config.model.hf_path is not None:
             checkpointer.origin = read_origin(config.model.hf_path)
     done = state["step"]
-    watchdog.watch(config.job.step_timeout_s, folder / "logs", mesh.place)
     if is_main:
         (folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
-        _print_summary(resolved, device, len(rows))
+        _print_summary(resolved, device, len(rows), links)
         if resume_from is None and (init_from or config.model.hf_path):
             print(f"weights     {init_from or config.model.hf_path}", flush=True)
         if resume_from is not None:
@@ -188,7 +193,7 @@ def _facts(resolved: Resolved, device: torch.device) -> RunFacts:
     )
 
 
-def _print_summary(resolved: Resolved, device: torch.device, n_rows: int) -> None:
+def _print_summary(resolved: Resolved, device: torch.device, n_rows: int, links: str) -> None:
     config, layout, training = resolved.config, resolved.layout, resolved.config.training
     precision, n_processes = config.precision, layout.world_size
     stages = f", {config.parallel.schedule}, layers per stage {'+'.join(map(str, resolved.layers_per_stage))}"
@@ -201,6 +206,8 @@ def _print_summary(resolved: Resolved, device: torch.device, n_rows: int) -> Non
         f"precision   parameters and optimizer {precision.param}, compute {precision.compute}, gradient reduction {precision.reduce}\n"
         f"output      {config.job.output_dir}"
     )
+    if links:
+        print(f"links       {links}")
     if precision.param == "bfloat16":
         print("warning     parameters in bfloat16: an update below 1/256 of a weight is lost (1.0 - 1e-4 == 1.0)")
     if config.lr_schedule.warmup_steps >= training.steps:

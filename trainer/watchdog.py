@@ -27,7 +27,6 @@ _POLL_S = 0.5
 _GRACE_S = 5  # for the main thread to say what it knows, once another rank has ended
 _REPORTS_S = 8  # for the other ranks to say where they are
 _STORE_S = 15  # for the store to take our own word; beyond that it is out of reach
-_FIRST_STEP_FACTOR = 5  # it compiles, allocates and meets the others
 
 
 class Watchdog:
@@ -37,7 +36,8 @@ class Watchdog:
         self.place = "rank 0"
         self.folder: Path | None = None
         self.limit_s = 0.0
-        self._doing, self._since, self._limited, self._n_steps = "starting", time.monotonic(), False, 0
+        self._doing, self._since = "starting", time.monotonic()
+        self._factor: float | None = None  # None: no limit
         self._store: dist.Store | None = None
         self._lost = False
         self._prefix = ""
@@ -70,14 +70,13 @@ class Watchdog:
         if limit_s:
             threading.Thread(target=self._look_at_the_clock, name="watchdog", daemon=True).start()
 
-    def step(self, step: int) -> None:
-        """A step begins: it has ``limit_s`` from now."""
-        self._n_steps += 1
-        self._doing, self._since, self._limited = f"step {step}", time.monotonic(), True
+    def begin(self, doing: str, factor: float = 1) -> None:
+        """Something begins, such as a step, that has ``factor`` times ``limit_s`` from now."""
+        self._doing, self._since, self._factor = doing, time.monotonic(), factor
 
     def pause(self, doing: str) -> None:
         """Something begins that may take as long as it takes, such as writing a checkpoint."""
-        self._doing, self._since, self._limited = doing, time.monotonic(), False
+        self._doing, self._since, self._factor = doing, time.monotonic(), None
 
     def leave(self) -> None:
         """This rank ends well."""
@@ -139,8 +138,8 @@ class Watchdog:
 
     def _look_at_the_clock(self) -> None:
         while not self._over.wait(min(_POLL_S, self.limit_s / 4)):
-            limit_s = self.limit_s * (_FIRST_STEP_FACTOR if self._n_steps == 1 else 1)
-            if not (self._limited and time.monotonic() - self._since > limit_s):
+            factor, waited_s = self._factor, time.monotonic() - self._since
+            if factor is None or waited_s < factor * self.limit_s:
                 continue
             self._hangs.set()
             write_stacks(self.folder, dist.get_rank())
@@ -151,7 +150,7 @@ class Watchdog:
                 self._store
             )
             print(
-                f"error: {self.place} is in {self._doing} for more than {limit_s:g} s (job.step_timeout_s): "
+                f"error: {self.place} is in {self._doing} for more than {factor * self.limit_s:g} s (job.step_timeout_s): "
                 f"{what_main_thread_does()}.{lost} Stacks: {self.folder}",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
