@@ -1,9 +1,11 @@
 """Checkpoint folders by name and state, without their tensors. Loads no torch."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,6 +85,8 @@ def read_state(folder: Path) -> dict:
         raise UserError(f"{folder} is not a checkpoint folder, such as outputs/debug/checkpoints/step-00000100")
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        if state.pop("crc32") != _crc_of(state):
+            raise ValueError("it has been changed since it was written: its checksum differs")
         return {key: state[key] for key in _STATE_KEYS}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged_error(folder, error) from None
@@ -91,15 +95,29 @@ def read_state(folder: Path) -> dict:
 def write_state(folder: Path, **state) -> None:
     """Write ``trainer_state.json``: the folder's tensors are complete."""
     with (folder / STATE_FILE).open("w", encoding="utf-8") as file:
-        json.dump(state, file, indent=1)
+        json.dump(state | {"crc32": _crc_of(state)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())  # DCP does the same with its files
 
 
+def _crc_of(state: dict) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+
+
 def remove_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint, first the file that makes it count as complete."""
-    (folder / STATE_FILE).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Delete a checkpoint, if it is there: first its name, so that a kill leaves nothing that looks like one."""
+    removed = folder.with_name(f"{folder.name}.removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(folder, removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def remove_left_overs(root: Path) -> None:
+    """Delete what a killed run was writing, or removing."""
+    for pattern in ("step-*.partial", "step-*.removed"):
+        for left_over in root.glob(pattern):
+            shutil.rmtree(left_over, ignore_errors=True)
 
 
 def damaged_error(folder: Path, error: BaseException) -> UserError:

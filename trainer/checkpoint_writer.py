@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.checkpoint_files import Writer
-from trainer.checkpoint_folder import complete_checkpoints, remove_checkpoint, step_of, write_state
+from trainer.checkpoint_folder import complete_checkpoints, remove_checkpoint, remove_left_overs, step_of, write_state
 from trainer.config import Checkpoint
 from trainer.errors import StoppedRun
 from trainer.manifest import part_of_manifest
@@ -96,8 +96,7 @@ class CheckpointWriter:
         self._on_rank_0(self._retire, step)
 
     def _start(self, partial: Path) -> None:
-        for left_over in self.root.glob("step-*.partial"):  # by a killed run
-            shutil.rmtree(left_over, ignore_errors=True)
+        remove_left_overs(self.root)
         partial.mkdir(parents=True)
 
     def _complete(self, partial: Path, final: Path, state: dict) -> None:

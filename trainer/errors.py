@@ -7,6 +7,7 @@ EXIT_STOPPED = 75  # a signal, after a clean checkpoint: start me again
 # Names the file where a machine's first rank leaves its exit code for the launcher: torchrun, when a signal stops it,
 # does not tell the codes of its workers.
 STATUS_FILE_VARIABLE = "MESHLOOM_STATUS_FILE"
+LAUNCHER_VARIABLE = "MESHLOOM_LAUNCHER"  # its process id
 
 
 class StoppedRun(RuntimeError):

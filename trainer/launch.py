@@ -16,7 +16,7 @@ from pathlib import Path
 from trainer.config import Config
 from trainer.config_load import key_help, load_config, split_overrides
 from trainer.config_rules import layout_needs, resolve_config
-from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_STOPPED, STATUS_FILE_VARIABLE, UserError
+from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_STOPPED, LAUNCHER_VARIABLE, STATUS_FILE_VARIABLE, UserError
 from trainer.exit_status import read_status
 from trainer.signals import StopRequest
 
@@ -237,22 +237,24 @@ def run_ranks(nproc: int, command: list[str], rendezvous: Sequence[str] = ("--st
         flags.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")  # Slurm's warning is SIGUSR1
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # our ranks speak for themselves
     with tempfile.NamedTemporaryFile(prefix="meshloom-status-") as status:
-        os.environ[STATUS_FILE_VARIABLE] = status.name
-        failures = {}
+        os.environ[STATUS_FILE_VARIABLE], os.environ[LAUNCHER_VARIABLE] = status.name, str(os.getpid())
+        failures, stopped = {}, False
         try:
             run.run(run.parse_args([*flags, *command]))
         except ChildFailedError as error:
             failures = error.failures
         except SignalException:
-            pass
+            stopped = True
         said = read_status(status.read().decode())
         for rank, failure in sorted(failures.items()):
             name = failure.signal_name() if failure.exitcode < 0 else ""  # it could not say so itself
-            if name and not (said and name == "SIGTERM"):  # torchrun ends the others once one has said why
+            if name and not ((said or stopped) and name == "SIGTERM"):  # torchrun ends the others once one has said why
                 hint = ": out of memory?" if name == "SIGKILL" else ""
                 print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
         if said is not None and (said or not failures):
             return said
+        if stopped:
+            return EXIT_STOPPED  # before the ranks had begun: there was nothing to save
         return max([EXIT_FAILED, *(failure.exitcode for failure in failures.values())])
 
 

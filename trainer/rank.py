@@ -1,6 +1,5 @@
 """One process of a job: join the others, do the work, and leave without keeping anyone waiting."""
 
-import ctypes
 import errno
 import logging
 import os
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, StoppedRun, UserError
 from trainer.exit_status import clear_status, exit_now, leave_status, torchruns_code
+from trainer.signals import end_with_parent
 from trainer.watchdog import Watchdog
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
@@ -29,7 +29,7 @@ def run_rank(work: Callable[[torch.device, Watchdog], int], timeout_s: float = 1
     with its traceback by the rank that it happened on, which then ends at once and takes the others with it.
     ``timeout_s``: of a collective, in seconds, beyond which torch itself ends the process.
     """
-    _end_with_parent()
+    end_with_parent()
     clear_status()
     device, watchdog = _join(timeout_s), Watchdog()
     try:
@@ -96,16 +96,6 @@ def on_main_rank(decide: Callable[..., Any], *arguments: Any) -> Any:
     if not agreed:
         raise UserError(*value)
     return value
-
-
-def _end_with_parent() -> None:
-    """Under torchrun: be asked to stop when it dies, even by SIGKILL, rather than train on unattended.
-
-    (Saving may fail then, since torchrun keeps the store through which ranks find each other.)
-    """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def _say_once(message: str) -> None:

@@ -1,12 +1,26 @@
 """Asked to stop: by Ctrl-C, by a scheduler, by torchrun."""
 
+import ctypes
 import os
 import signal
+import sys
 import time
 
-from trainer.errors import EXIT_FAILED
+from trainer.errors import EXIT_FAILED, LAUNCHER_VARIABLE
 
 _SAME_REQUEST_S = 2.0  # one Ctrl-C may arrive twice: from the terminal and from torchrun
+
+
+def end_with_parent() -> None:
+    """Under torchrun: be asked to stop when it dies, even by SIGKILL, rather than train on unattended.
+
+    (Saving may fail then, since torchrun keeps the store through which ranks find each other.)
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.environ.get(LAUNCHER_VARIABLE, str(os.getppid())) != str(os.getppid()):
+            os._exit(EXIT_FAILED)  # it died before
 
 
 class StopRequest:
@@ -19,8 +33,18 @@ class StopRequest:
     def __init__(self):
         self._first_interrupt: float | None = None
         self.requested = False
+        end_with_parent()
+        # A rank that waits for others to start is in torch's C++, where no handler runs: let it end at once.
+        self._set(signal.SIG_DFL if "TORCHELASTIC_RUN_ID" in os.environ else self._handle)
+
+    def listen(self) -> None:
+        """From now on the loop looks at ``requested``."""
+        self._set(self._handle)
+
+    @staticmethod
+    def _set(action) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._handle)
+            signal.signal(number, action)
 
     def _handle(self, number, frame):
         self.requested = True

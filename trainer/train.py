@@ -37,6 +37,7 @@ def main(config: Config, stop: StopRequest) -> int:
     """Train as one rank of the job. Returns the exit code."""
 
     def work(device: torch.device, watchdog: Watchdog) -> int:
+        stop.listen()
         if not _train(config, device, stop, watchdog):
             return EXIT_STOPPED
         if config.checkpoint.export_dir is not None and dist.get_rank() == 0:  # the others leave: nobody waits

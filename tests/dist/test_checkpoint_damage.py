@@ -55,3 +55,24 @@ def test_weights_of_a_damaged_checkpoint_are_not_taken(ranks, tmp_path, how):
     with pytest.raises(UserError, match="step-00000002"):
         export(folder, tmp_path / "out", None)
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_a_changed_digit_in_the_state_is_damage(ranks, tmp_path):
+    """It is JSON still: only its own checksum tells."""
+    ranks(2, run_training, run_config(tmp_path, training__steps=2))
+    path = tmp_path / "run/checkpoints/step-00000002/trainer_state.json"
+    path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
+    explicit = run_config(tmp_path / "other", training__steps=4, checkpoint__resume=str(path.parent))
+    assert all("its checksum differs" in message for message in ranks(2, refused, explicit))
+    resumed = ranks(2, run_training, run_config(tmp_path, training__steps=4))[0]
+    assert "checkpoints/step-00000001" in resumed["console"]
+    assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_what_a_kill_leaves_of_a_save_or_a_removal_goes_with_the_next_save(ranks, tmp_path):
+    root = tmp_path / "run/checkpoints"
+    for name in ("step-00000001.partial", "step-00000001.removed"):
+        (root / name).mkdir(parents=True)
+        (root / name / "__0_0.distcp").write_bytes(b"some")
+    ranks(2, run_training, run_config(tmp_path, training__steps=3))
+    assert sorted(folder.name for folder in root.iterdir()) == ["step-00000002", "step-00000003"]

@@ -1,6 +1,8 @@
 """The front door, with real processes, signals and files."""
 
+import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -22,11 +24,28 @@ SMALL = [
 
 
 def start(tmp_path: Path, *arguments: str, module: str = "trainer.launch", **environment: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.Popen(
-        command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+    return start_job(tmp_path, ["-m", module, *arguments], **environment)
+
+
+def start_job(tmp_path: Path, arguments: list[str], **environment: str) -> subprocess.Popen:
+    """A Python process whose descendants can be found by a mark in their environment: torchrun's ranks have sessions of
+    their own."""
+    environment = {"PYTHONPATH": str(ROOT), "MESHLOOM_TEST_JOB": secrets.token_hex(8)} | environment
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True, env=os.environ | environment,
     )  # fmt: skip
+    process.mark = f"MESHLOOM_TEST_JOB={environment['MESHLOOM_TEST_JOB']}".encode()
+    return process
+
+
+def job_processes(process: subprocess.Popen) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if process.mark in (path / "environ").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+    return found
 
 
 def run(tmp_path: Path, *arguments: str, timeout_s: float = 180, **options) -> subprocess.CompletedProcess:
@@ -34,23 +53,24 @@ def run(tmp_path: Path, *arguments: str, timeout_s: float = 180, **options) -> s
     try:
         out, err = process.communicate(timeout=timeout_s)
     finally:
-        _kill_group(process)
+        kill_job(process)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def _kill_group(process: subprocess.Popen) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+def kill_job(process: subprocess.Popen) -> None:
+    for _ in range(3):  # one may just be starting another
+        for pid in job_processes(process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
-def processes_left(process: subprocess.Popen) -> bool:
-    try:
-        os.killpg(process.pid, 0)
-        return True
-    except ProcessLookupError:
-        return False
+def processes_left(process: subprocess.Popen, patience_s: float = 5) -> bool:
+    """Whether anything of the job is there still; what ends takes a moment."""
+    deadline = time.monotonic() + patience_s
+    while (left := job_processes(process)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return bool(left)
 
 
 def children_of(pid: int) -> list[int]:
@@ -140,7 +160,7 @@ def test_killed_in_the_middle_it_goes_on_from_the_last_checkpoint(straight, tmp_
     arguments = [*SMALL, "--training.steps=12", "--job.output_dir=run", "--checkpoint.interval=2"]
     process = start(tmp_path, *arguments)
     wait_for_step(tmp_path / "run", 5)
-    _kill_group(process)
+    kill_job(process)
     process.communicate()
     result = run(tmp_path, *arguments)
     assert result.returncode == 0, result.stderr
@@ -211,7 +231,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path):
             time.sleep(0.2)
         assert not processes_left(process)
     finally:
-        _kill_group(process)
+        kill_job(process)
         process.communicate()
 
 
@@ -230,7 +250,7 @@ def test_tensorboard_is_purged_of_what_a_kill_left(straight, tmp_path):
     arguments = [*SMALL, "--training.steps=12", "--job.output_dir=run", "--checkpoint.interval=0"]
     process = start(tmp_path, *arguments)
     wait_for_step(tmp_path / "run", 5)
-    _kill_group(process)
+    kill_job(process)
     process.communicate()
     assert run(tmp_path, *arguments).returncode == 0
     assert_same_curve(tmp_path / "run", straight[0], rel=0)

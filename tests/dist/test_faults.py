@@ -3,20 +3,21 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
 from tests.dist.runs import records
 from tests.dist.test_command import (
-    ROOT,
     SMALL,
     assert_same_curve,
     children_of,
+    job_processes,
+    kill_job,
     processes_left,
     run,
     start,
+    start_job,
     wait_for_step,
 )
 
@@ -28,21 +29,13 @@ def run_with_fault(tmp_path, fault: str, *arguments: str, nproc: int = 2, restar
         "from trainer.launch import run_ranks; import sys; "
         f"sys.exit(run_ranks({nproc}, {command!r}, ['--standalone', '--max-restarts={restarts}']))"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True, env=os.environ | {"PYTHONPATH": str(ROOT), "FAULT": fault},
-    )  # fmt: skip
+    process = start_job(tmp_path, ["-c", code], FAULT=fault)
     try:
         out, err = process.communicate(timeout=timeout_s)
+        assert not processes_left(process)
     finally:
-        left = processes_left(process) and _kill(process)
-    assert not left, "processes were left behind"
+        kill_job(process)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def _kill(process: subprocess.Popen) -> bool:
-    os.killpg(process.pid, signal.SIGKILL)
-    return True
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +110,24 @@ def test_a_hang_of_one_process_alone_ends_too(tmp_path):
     result = run_with_fault(tmp_path, "0 3 sleep", "--job.step_timeout_s=2", nproc=1)
     assert result.returncode == 1
     assert "rank 0 is in step 3 for more than 2 s (job.step_timeout_s): busy in failing_rank.py" in result.stderr
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.5, 4.0, 6.0])
+def test_ranks_do_not_outlive_a_launcher_that_is_killed_while_they_start(tmp_path, seconds):
+    process = start(tmp_path, *SMALL, "--training.steps=100000", "--job.output_dir=run", "--nproc=2", "--parallel.pp=2")
+    time.sleep(seconds)
+    os.kill(process.pid, signal.SIGKILL)
+    try:
+        assert not processes_left(process, patience_s=20)
+    finally:
+        kill_job(process)
+
+
+def test_a_signal_while_the_ranks_start_is_not_waited_out(tmp_path):
+    process = start(tmp_path, *SMALL, "--training.steps=100000", "--job.output_dir=run", "--nproc=2")
+    while not job_processes(process)[2:]:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.kill(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=25)  # torchrun would kill ranks that do not listen after 30 s
+    assert process.returncode == 75 and "Traceback" not in err and not processes_left(process), err
