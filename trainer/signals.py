@@ -8,7 +8,9 @@ import time
 
 from trainer.errors import EXIT_FAILED, LAUNCHER_VARIABLE
 
-_SAME_REQUEST_S = 2.0  # one Ctrl-C may arrive twice: from the terminal and from torchrun
+# One request may arrive twice: from a terminal or a scheduler that signals every process, and from torchrun, which
+# passes on its own.
+_SAME_REQUEST_S = 2.0
 
 
 def end_with_parent() -> None:
@@ -26,12 +28,11 @@ def end_with_parent() -> None:
 class StopRequest:
     """Remembers that this process was asked to stop; the loop acts on it once all ranks agree.
 
-    A second Ctrl-C ends the process at once. A second SIGTERM does not: schedulers send it to every process,
-    and torchrun passes on the one it got itself; whoever is out of patience sends SIGKILL.
+    The same signal a second time ends the process at once, unless it comes right behind the first.
     """
 
     def __init__(self):
-        self._first_interrupt: float | None = None
+        self._first: dict[int, float] = {}  # signal -> when
         self.requested = False
         end_with_parent()
         # A rank that waits for others to start is in torch's C++, where no handler runs: let it end at once.
@@ -48,8 +49,6 @@ class StopRequest:
 
     def _handle(self, number, frame):
         self.requested = True
-        if number == signal.SIGINT:
-            now = time.monotonic()
-            if self._first_interrupt is not None and now - self._first_interrupt > _SAME_REQUEST_S:
-                os._exit(EXIT_FAILED)
-            self._first_interrupt = self._first_interrupt or now
+        now = time.monotonic()
+        if now - self._first.setdefault(number, now) > _SAME_REQUEST_S:
+            os._exit(EXIT_FAILED)

@@ -21,7 +21,19 @@ class NeverStop:
     requested = False
 
 
-def run_training(config: Config, poison: tuple[int, int, float] | None = None) -> dict:
+class StopAt:
+    """Asked to stop during a step, counted from this start."""
+
+    def __init__(self, step: int):
+        self.step, self.n_looks = step, 0
+
+    @property
+    def requested(self) -> bool:
+        self.n_looks += 1
+        return self.n_looks >= self.step
+
+
+def run_training(config: Config, poison: tuple[int, int, float] | None = None, stop=None) -> dict:
     """The ``train`` command's own function on this rank. Returns what is left on it.
 
     poison: (step, rank, value): put ``value`` into one gradient entry of that rank's first parameter.
@@ -41,7 +53,7 @@ def run_training(config: Config, poison: tuple[int, int, float] | None = None) -
     seen["error"], seen["finished"], console = None, None, io.StringIO()
     try:
         with contextlib.redirect_stdout(console):
-            seen["finished"] = train_command._train(config, CPU, NeverStop(), Watchdog())
+            seen["finished"] = train_command._train(config, CPU, stop or NeverStop(), Watchdog())
     except StoppedRun as error:
         seen["error"] = str(error)
     finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.dist.runs import records, run_config, run_training
+from tests.dist.runs import StopAt, records, run_config, run_training
 from trainer.checkpoint_files import read_tensors, stored_tensors
 from trainer.checkpoint_folder import complete_checkpoints
 from trainer.checkpoint_writer import CheckpointWriter
@@ -78,6 +78,27 @@ def run_and_watch(config, seconds: float) -> list[list[str]]:
         over.set()
         thread.join()
     return seen
+
+
+def run_until_asked(config, step: int, seconds: float) -> dict:
+    """One rank alone is asked to stop, on a slow disk."""
+    with slow_disk(seconds):
+        return run_training(config, stop=StopAt(step) if torch.distributed.get_rank() == 1 else None)
+
+
+@pytest.mark.parametrize("step, complete", [(3, "23"), (4, "24"), (6, "46")])
+def test_b83_asked_to_stop_while_a_save_is_under_way(ranks, tmp_path, step, complete):
+    """The save is finished, then that of the step at which all agreed; the rest of the curve is the same."""
+    keys = dict(training__steps=6, checkpoint__interval=2, checkpoint__async_save=True)
+    straight = ranks(2, run_training, run_config(tmp_path / "straight", **keys))[0]
+    for seen in ranks(2, run_until_asked, run_config(tmp_path, **keys), step, 0.3):
+        assert seen["finished"] is (step == 6) and seen["error"] is None
+    assert "".join(f.name[-1] for f in complete_checkpoints(tmp_path / "run/checkpoints")) == complete
+    ranks(2, run_training, run_config(tmp_path, **keys))
+    got, want = records(tmp_path / "run"), records(tmp_path / "straight/run")
+    assert [r["loss"] for r in got] == [r["loss"] for r in want]
+    resumed = all_tensors(tmp_path / "run/checkpoints/step-00000006")
+    assert all(torch.equal(resumed[f"model.{name}"], torch.from_numpy(w)) for name, w in straight["weights"].items())
 
 
 @pytest.mark.parametrize("async_save", [False, True])

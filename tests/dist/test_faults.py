@@ -112,6 +112,27 @@ def test_a_hang_of_one_process_alone_ends_too(tmp_path):
     assert "rank 0 is in step 3 for more than 2 s (job.step_timeout_s): busy in failing_rank.py" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_b83_the_same_signal_twice_ends_at_once(tmp_path, name):
+    """In a process that cannot come to the end of its step: once is a request, and right behind it the same one."""
+    code = "from trainer.launch import run_ranks; import sys; sys.exit(run_ranks(1, sys.argv[1:], ['--standalone']))"
+    command = ["-m", "tests.dist.failing_rank", "train", *SMALL, "--job.output_dir=run"]
+    process = start_job(tmp_path, ["-c", code, *command], FAULT="0 3 sleep")
+    try:
+        wait_for_step(tmp_path / "run", 2)
+        rank = children_of(process.pid)[0]
+        for _ in range(2):
+            os.kill(rank, getattr(signal, name))
+            time.sleep(0.5)
+        time.sleep(2)
+        assert process.poll() is None
+        os.kill(rank, getattr(signal, name))
+        out, err = process.communicate(timeout=20)
+        assert process.returncode == 1 and "Traceback" not in err and not processes_left(process), err
+    finally:
+        kill_job(process)
+
+
 @pytest.mark.parametrize("seconds", [0.5, 2.5, 4.0, 6.0])
 def test_ranks_do_not_outlive_a_launcher_that_is_killed_while_they_start(tmp_path, seconds):
     process = start(tmp_path, *SMALL, "--training.steps=100000", "--job.output_dir=run", "--nproc=2", "--parallel.pp=2")
