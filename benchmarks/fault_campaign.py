@@ -27,20 +27,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.fault_kinds import (
-    END_WITHIN_S,
-    KINDS,
-    MARKER,
-    NEED_CHECKPOINTS,
-    ROOT,
-    Disk,
-    Launch,
-    Moment,
-    Scene,
-    kinds_here,
-    processes_with,
-    send,
-)
+from benchmarks.fault_kinds import END_WITHIN_S, KINDS, NEED_CHECKPOINTS, NEED_MACHINES, Disk, Moment, Scene, kinds_here
+from benchmarks.fault_launch import MARKER, ROOT, Launch, processes_with, send
 from tests.dist.draws import SCHEDULES
 from trainer.config import Checkpoint
 from trainer.config_load import load_config, split_overrides
@@ -140,6 +128,8 @@ def draw_plan(seed: int, trial: int, kinds: list[str]) -> Plan:
     faults = []
     for index in range(rng.randint(1, 3)):
         kind = rng.choice(kinds) if index else kinds[trial % len(kinds)]  # by turns, so that none is rare
+        while kind in NEED_MACHINES and layouts[-1].n_processes < 2:
+            layouts[-1] = draw_layout(rng)
         faults.append(Fault(kind, layouts[-1], draw_moment(rng, kind)))
         layouts.append(draw_layout(rng) if rng.random() < 0.7 else layouts[-1])
     async_save = rng.random() < 0.5

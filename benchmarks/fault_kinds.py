@@ -6,124 +6,23 @@ A new kind of fault is a function of a ``Scene`` and an entry in ``KINDS``.
 import json
 import os
 import random
-import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.fault_launch import Launch, LaunchOnTwo, send
+from tests.dist.hosts import Hosts, why_not
 from trainer.checkpoint_folder import STATE_FILE, complete_checkpoints, step_of
 from trainer.errors import EXIT_STOPPED
 from trainer.manifest import differences
 
-ROOT = Path(__file__).resolve().parent.parent
 END_WITHIN_S = 60  # from the fault to the end of the launcher and of every process that it started
 FINISH_WITHIN_S = 900  # a run that nothing disturbs
-MARKER = "MESHLOOM_FAULT_CAMPAIGN"  # in the environment of every process of a launch, by which it is found
 _POLL_S = 0.002  # a save of the tiny model takes 50 ms and more
 _ROOMY = 64 << 20
-
-
-class Launch:
-    """``python -m trainer.launch`` and every process that it starts, in a session of their own."""
-
-    alive: set["Launch"] = set()
-    no_more = False
-
-    def __init__(self, arguments: list[str], n_processes: int, logs: Path):
-        """logs: prefix of the paths of the two files that take stdout and stderr."""
-        if Launch.no_more:
-            raise RuntimeError("the campaign has been interrupted")
-        self.n_processes = n_processes
-        self.marker = f"{MARKER}={logs}"
-        self.out, self.err = Path(f"{logs}.out"), Path(f"{logs}.err")
-        temporary = logs.parent / "tmp"  # what torchrun leaves behind after a kill goes away with the trial
-        temporary.mkdir(exist_ok=True)
-        environment = os.environ | {
-            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(temporary),
-            MARKER: str(logs),
-        }  # fmt: skip
-        with self.out.open("w") as out, self.err.open("w") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.launch", *arguments],
-                cwd=logs.parent, stdout=out, stderr=err, env=environment, start_new_session=True,
-            )  # fmt: skip
-        Launch.alive.add(self)
-
-    def running(self) -> bool:
-        return self.process.poll() is None
-
-    def processes(self) -> list[int]:
-        """Every process of this launch that still runs, whatever session or parent it has by now."""
-        return processes_with(self.marker)
-
-    def ranks(self) -> list[int]:
-        """The training processes. One alone is the launcher itself, once it trains."""
-        pid = self.process.pid
-        if self.n_processes == 1:
-            return [pid] if self.logged() and self.running() else []
-        try:
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        except OSError:
-            return []
-        return [int(child) for child in children if any(e.startswith("RANK=") for e in _environment_of(child))]
-
-    def logged(self) -> int | None:
-        """The last step that this launch has reported."""
-        steps = re.findall(r"^step +(\d+)/", self.out.read_text(), re.MULTILINE)
-        return int(steps[-1]) if steps else None
-
-    def resumed(self) -> str | None:
-        """The checkpoint that it went on from, "start" for none, None if it did not get so far."""
-        text = self.out.read_text()
-        if named := re.search(r"^resuming +(.+)$", text, re.MULTILINE) or re.search("^(.+) is already at step", text):
-            return Path(named[1]).name
-        return None if self.logged() is None else "start"
-
-    def kill_all(self) -> None:
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        for _ in range(3):  # ranks have sessions of their own, and no environment to be found by during an exec
-            for pid in self.processes():
-                send(pid, signal.SIGKILL)
-            time.sleep(0.02)
-
-    @classmethod
-    def end_all(cls) -> None:
-        """Of whatever thread, for good."""
-        cls.no_more = True
-        for launch in list(cls.alive):
-            launch.kill_all()
-
-    def close(self) -> None:
-        self.kill_all()
-        self.process.wait()
-        Launch.alive.discard(self)
-
-
-def processes_with(marker: str) -> list[int]:
-    """Processes in whose environment a variable starts so."""
-    pids = (path.name for path in Path("/proc").iterdir() if path.name.isdigit())
-    return [int(pid) for pid in pids if any(entry.startswith(marker) for entry in _environment_of(pid))]
-
-
-def _environment_of(pid: str) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:  # ended, or another user's
-        return []
-
-
-def send(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 class Disk:
@@ -183,9 +82,9 @@ class Scene:
         self.arguments, self.n_processes, self.moment, self.rng = arguments, n_processes, moment, rng
         self.struck, self.inside_save, self.code, self.ended_s = None, False, None, 0.0
 
-    def start(self) -> None:
+    def start(self, launch: type[Launch] = Launch, **options) -> None:
         self.expected = self.good()[-1].name if self.good() else "start"
-        self.launch = Launch(self.arguments, self.n_processes, self.logs / f"launch-{self.n_launches}")
+        self.launch = launch(self.arguments, self.n_processes, self.logs / f"launch-{self.n_launches}", **options)
         self.n_launches += 1
 
     def demand(self, holds: bool, otherwise: str) -> None:
@@ -356,6 +255,17 @@ def fill_disk(scene: Scene) -> None:
         scene.disk.enlarge()
 
 
+def cut_link(scene: Scene) -> None:
+    """On two machines: nothing is sent any more, and no connection is closed."""
+    hosts = Hosts(2)
+    hosts.__enter__()
+    scene.arguments += ["--job.step_timeout_s=5", "--checkpoint.timeout_s=5"]
+    scene.start(LaunchOnTwo, hosts=hosts)
+    if scene.moment_comes(ready=scene.launch.logged):  # while they still meet, torch's own limits hold: minutes
+        hosts.cut(1)
+        scene.demand(scene.wait_for_end() not in (0, EXIT_STOPPED) or scene.newest() == scene.n_steps, "no error")
+
+
 KINDS: dict[str, Callable[[Scene], None]] = {
     "SIGKILL of one rank": kill_one_rank,
     "SIGKILL of everything": kill_all,
@@ -365,11 +275,14 @@ KINDS: dict[str, Callable[[Scene], None]] = {
     "torn file": tear_file,
     "flipped byte": flip_byte,
     "full disk": fill_disk,
+    "cut link between two machines": cut_link,
 }
-NEED_ROOT = {"full disk"}
+NEED_ROOT = {"full disk", "cut link between two machines"}
+NEED_MACHINES = {"cut link between two machines"}  # a process on each, at least
 NEED_CHECKPOINTS = {"torn file", "flipped byte", "full disk"}  # so they cannot strike at the start
 
 
 def kinds_here() -> list[str]:
     """The kinds that this user can cause."""
-    return [kind for kind in KINDS if os.geteuid() == 0 or kind not in NEED_ROOT]
+    here = [kind for kind in KINDS if os.geteuid() == 0 or kind not in NEED_ROOT]
+    return [kind for kind in here if kind not in NEED_MACHINES or why_not() is None]

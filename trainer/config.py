@@ -195,6 +195,9 @@ class Checkpoint(Section):
     async_save: bool = Field(
         False, description="write in the background, from a copy in host memory: training waits for the copy alone"
     )
+    timeout_s: Annotated[float, Field(ge=0, le=10_000)] = Field(
+        1800.0, description="end the job when training waits longer for a checkpoint to be written; 0: never"
+    )
     on_failure: Literal["stop", "warn"] = Field(
         "stop", description='a checkpoint cannot be written: stop, or go on (the last one must be): "warn"'
     )

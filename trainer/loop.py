@@ -58,10 +58,11 @@ def train(run: Run) -> bool:
     try:
         finished = train_steps(run)
     except NonFiniteError:
-        run.watchdog.pause("the last checkpoint")
+        run.watchdog.begin("the last checkpoint", "checkpoint.timeout_s")
         run.checkpointer.writer.wait()  # one that is under way is from before, and good
         raise
     run.checkpointer.writer.finish()
+    run.watchdog.pause("the end")
     return finished
 
 
@@ -69,7 +70,8 @@ def train_steps(run: Run) -> bool:
     """Returns False if it stopped early, with a checkpoint under way, because it was asked to."""
     watch = Stopwatch()
     for step in range(run.done_steps + 1, run.last_step + 1):
-        run.watchdog.begin(f"step {step}", factor=_FIRST_STEP if step == run.done_steps + 1 else 1)
+        is_first = step == run.done_steps + 1
+        run.watchdog.begin(f"step {step}", "job.step_timeout_s", factor=_FIRST_STEP if is_first else 1)
         tokens, labels = watch.time_data(lambda: next_batch(run))
         lr = run.lr.at(step)
         set_lr(run.step.optimizer, lr)
@@ -89,7 +91,7 @@ def train_steps(run: Run) -> bool:
         if stops and run.unread:
             read_verdicts(run, n_left_unread=0)
         if saves or stops:
-            run.watchdog.pause(f"the checkpoint of step {step}")
+            run.watchdog.begin(f"the checkpoint of step {step}", "checkpoint.timeout_s")
             watch.off_the_clock(run.checkpointer.save, step, run.nonfinite.n_skipped)
         if stops:
             return step == run.last_step

@@ -83,8 +83,9 @@ def _prepare(
     config, training = resolved.config, resolved.config.training
     folder, is_main = Path(config.job.output_dir), dist.get_rank() == 0
     mesh = Mesh(resolved.layout, device.type)
-    watchdog.watch(config.job.step_timeout_s, folder / "logs", mesh.place)
-    watchdog.begin("the check of the links")
+    limits = {"job.step_timeout_s": config.job.step_timeout_s, "checkpoint.timeout_s": config.checkpoint.timeout_s}
+    watchdog.watch(limits, folder / "logs", mesh.place)
+    watchdog.begin("the check of the links", "job.step_timeout_s", factor=5)
     links = measure_links(mesh, device)
     watchdog.pause("building the model")
     init_from = config.checkpoint.init_from

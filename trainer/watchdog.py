@@ -1,8 +1,8 @@
 """Two threads beside the work of a rank, so that no rank waits for ever for one that will not come.
 
 One listens: when a rank ends with an error, or a process on this machine is gone, it ends this rank too (NCCL, unlike
-gloo, would wait). The other looks at the clock: a step that takes longer than ``job.step_timeout_s`` ends the job, with
-the stacks of all ranks, and the ones that did not arrive named.
+gloo, would wait). The other looks at the clock: a step or a save that takes longer than the config allows ends the job,
+with the stacks of all ranks, and the ones that did not arrive named.
 """
 
 import json
@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,8 @@ class Watchdog:
     def __init__(self):
         self.place = "rank 0"
         self.folder: Path | None = None
-        self.limit_s = 0.0
-        self._doing, self._since = "starting", time.monotonic()
-        self._factor: float | None = None  # None: no limit
+        self._limits: Mapping[str, float] = {}
+        self._now: tuple[str, str | None, float, float] = ("starting", None, 0.0, 0.0)  # doing, key, limit, since
         self._store: dist.Store | None = None
         self._lost = False
         self._prefix = ""
@@ -64,19 +63,20 @@ class Watchdog:
             self._store = dist.TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=_STORE_S))
             threading.Thread(target=self._listen, name="listener", daemon=True).start()
 
-    def watch(self, limit_s: float, folder: Path, place: str) -> None:
-        """Begin to look at the clock, if ``limit_s`` is not 0. ``folder``: for stacks; ``place``: as in ``Mesh.place``."""
-        self.limit_s, self.folder, self.place = limit_s, folder, place
-        if limit_s:
+    def watch(self, limits: Mapping[str, float], folder: Path, place: str) -> None:
+        """Begin to look at the clock. ``limits``: config key -> seconds, 0 for none; ``folder``: for stacks;
+        ``place``: as in ``Mesh.place``."""
+        self._limits, self.folder, self.place = limits, folder, place
+        if any(limits.values()):
             threading.Thread(target=self._look_at_the_clock, name="watchdog", daemon=True).start()
 
-    def begin(self, doing: str, factor: float = 1) -> None:
-        """Something begins, such as a step, that has ``factor`` times ``limit_s`` from now."""
-        self._doing, self._since, self._factor = doing, time.monotonic(), factor
+    def begin(self, doing: str, key: str, factor: float = 1) -> None:
+        """Something begins, such as a step, that has ``factor`` times the limit of ``key`` from now."""
+        self._now = (doing, key, factor * self._limits.get(key, 0.0), time.monotonic())
 
     def pause(self, doing: str) -> None:
-        """Something begins that may take as long as it takes, such as writing a checkpoint."""
-        self._doing, self._since, self._factor = doing, time.monotonic(), None
+        """Something begins that may take as long as it takes."""
+        self._now = (doing, None, 0.0, time.monotonic())
 
     def leave(self) -> None:
         """This rank ends well."""
@@ -137,9 +137,9 @@ class Watchdog:
                     self._tell("end", json.dumps({"code": EXIT_FAILED, "restart": True}))
 
     def _look_at_the_clock(self) -> None:
-        while not self._over.wait(min(_POLL_S, self.limit_s / 4)):
-            factor, waited_s = self._factor, time.monotonic() - self._since
-            if factor is None or waited_s < factor * self.limit_s:
+        while not self._over.wait(_POLL_S):
+            doing, key, limit_s, since = self._now
+            if not limit_s or time.monotonic() - since < limit_s:
                 continue
             self._hangs.set()
             write_stacks(self.folder, dist.get_rank())
@@ -150,7 +150,7 @@ class Watchdog:
                 self._store
             )
             print(
-                f"error: {self.place} is in {self._doing} for more than {factor * self.limit_s:g} s (job.step_timeout_s): "
+                f"error: {self.place} is in {doing} for more than {limit_s:g} s ({key}): "
                 f"{what_main_thread_does()}.{lost} Stacks: {self.folder}",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
@@ -159,14 +159,14 @@ class Watchdog:
     def _report_hang(self) -> None:
         """Leave word of where this rank is; the first to come waits for the others and says it for all."""
         write_stacks(self.folder, dist.get_rank())
-        mine = {"place": self.place, "doing": self._doing, "at": what_main_thread_does(), "last": last_collective()}
+        mine = {"place": self.place, "doing": self._now[0], "at": what_main_thread_does(), "last": last_collective()}
         self._tell(f"report/{dist.get_rank()}", json.dumps(mine))
         n_before = self._ask(lambda store: store.add(self._prefix + "hang", 1) - 1)
         if n_before is None:
             return  # the thread at the clock says so
         if n_before == 0:
-            limit = f"{self.limit_s:g} s (job.step_timeout_s)"
-            print(report_of(self._all_reports(), limit, self.folder), file=sys.stderr, flush=True)
+            _, key, limit_s, _ = self._now
+            print(report_of(self._all_reports(), f"{limit_s:g} s ({key})", self.folder), file=sys.stderr, flush=True)
             self._tell("reported", "")
         deadline = time.monotonic() + _REPORTS_S + 4
         while not self._known("reported") and time.monotonic() < deadline:

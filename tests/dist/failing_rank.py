@@ -1,7 +1,8 @@
 """A rank of a real job with a planted fault, run under torchrun by the tests.
 
-FAULT in the environment: "RANK STEP KIND", where KIND is "raise", "kill" (SIGKILL), "sleep" (for ever, in the model's
-forward), "stop" (SIGSTOP) or "user" (an error of the user's). It strikes once: in the first start of the group.
+FAULT in the environment: "RANK STEP KIND", where KIND is "raise", "kill" (SIGKILL), "sleep" (for ever, in place of the
+next batch), "stop" (SIGSTOP), "user" (an error of the user's) or "save" (for ever, in the save of that step). It strikes
+once: in the first start of the group.
 """
 
 import os
@@ -11,6 +12,7 @@ import time
 
 from trainer import loop
 from trainer.__main__ import main
+from trainer.checkpoint_writer import CheckpointWriter
 from trainer.errors import UserError
 
 rank, step, kind = os.environ.get("FAULT", "1 3 raise").split()
@@ -26,7 +28,17 @@ def strike() -> None:
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
 
-if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+strikes = os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+if strikes and kind == "save":
+    original_write = CheckpointWriter._write
+
+    def write(self, saved, *arguments):
+        if saved == int(step):
+            time.sleep(10_000)
+        original_write(self, saved, *arguments)
+
+    CheckpointWriter._write = write
+elif strikes:
     calls = {"n": 0}
     original = loop.next_batch
 

@@ -106,6 +106,18 @@ def test_a_hang_ends_the_job_and_names_the_rank(straight, tmp_path, kind, seen):
     assert_same_curve(tmp_path / "run", straight)
 
 
+@pytest.mark.parametrize("async_save", ["false", "true"])
+def test_a_save_that_does_not_end_ends_the_job(tmp_path, async_save):
+    """In the background the next save waits for it, and the job for that one."""
+    keys = ["--parallel.pp=2", "--checkpoint.interval=2", "--checkpoint.timeout_s=3", f"--checkpoint.async_save={async_save}"]
+    result = run_with_fault(tmp_path, "1 4 save", *keys, timeout_s=90)
+    assert result.returncode == 1
+    assert "error: nothing has moved for more than 3 s (checkpoint.timeout_s)" in result.stderr, result.stderr
+    where = "busy in failing_rank.py" if async_save == "false" else "checkpoint_writer.py"
+    assert f"rank 1 (pp 1), the checkpoint of step {4 if async_save == 'false' else 6}: " in result.stderr and where in result.stderr
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("*2")] == ["step-00000002"]
+
+
 def test_a_hang_of_one_process_alone_ends_too(tmp_path):
     result = run_with_fault(tmp_path, "0 3 sleep", "--job.step_timeout_s=2", nproc=1)
     assert result.returncode == 1
