@@ -18,6 +18,7 @@ from trainer.checkpoint_folder import complete_checkpoints, remove_checkpoint, r
 from trainer.config import Checkpoint
 from trainer.errors import StoppedRun
 from trainer.manifest import part_of_manifest
+from trainer.rank_report import SAVING_THREAD
 
 _PATIENCE = timedelta(hours=3)  # of a rank whose own part is written, for the slowest disk
 
@@ -50,7 +51,7 @@ class CheckpointWriter:
             self._try(step, tensors, state)
             self.check()
             return
-        self._thread = threading.Thread(target=self._try, args=(step, tensors, state), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._try, args=(step, tensors, state), name=SAVING_THREAD, daemon=True)
         self._thread.start()
 
     def check(self) -> None:

@@ -220,6 +220,17 @@ class Checkpoint(Section):
     )
 
 
+class Validation(Section):
+    interval: CountOrOff = Field(0, description="steps between validations, and after the last step; 0: none")
+    batches: Count = Field(
+        10, description="global batches of each, always the same: the first of the text, in file order"
+    )
+    source: Literal["text", "jsonl"] | None = Field(
+        None, description="as data.source (default: the training text itself)"
+    )
+    path: str | None = Field(None, min_length=1, description="as data.path, of the text that validation reads")
+
+
 class Metrics(Section):
     log_interval: Count = Field(1, description="steps between logged steps; the last step is always logged")
     tensorboard: bool = Field(True, description="write TensorBoard event files")
@@ -242,4 +253,5 @@ class Config(Section):
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()
+    validation: Validation = Validation()
     metrics: Metrics = Metrics()

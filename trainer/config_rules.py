@@ -314,6 +314,10 @@ def _data_problems(config: Config) -> Iterator[str]:
         yield f'data.path = "{data.path}" is not read with data.source = "bundled"; use "text" or "jsonl"'
     if data.source != "bundled" and data.path is None:
         yield f'data.source = "{data.source}" needs data.path'
+    validation = config.validation
+    if (validation.source is None) != (validation.path is None):
+        missing = "path" if validation.path is None else "source"
+        yield f'validation.{missing} is not set: validation.source ("text" or "jsonl") and validation.path go together'
 
 
 def _start_problems(config: Config) -> Iterator[str]:

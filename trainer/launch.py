@@ -123,8 +123,11 @@ def check_files(config: Config) -> None:
     from trainer.data.tokenizer import tokenizer_file
 
     problems = []
+    validation = config.validation
+    own = [(check_source, (validation.source, validation.path, "validation.path"))] if validation.source else []
     for check, arguments in (
         (check_source, (config.data.source, config.data.path)),
+        *own,
         (tokenizer_file, (config.data.tokenizer,)),
     ):
         try:

@@ -1,7 +1,8 @@
 """The training loop: fetch, step, report, save, until the last step or a request to stop."""
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +30,14 @@ class RunFacts:
     peak_flops: float | None  # of one device; None: unknown
 
 
+@dataclass(frozen=True)
+class Validation:
+    """A fixed set of batches, read again each time."""
+
+    interval: int
+    batches: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]  # of this data rank, on its device
+
+
 @dataclass
 class Run:
     """Everything the loop touches, put together in ``train.py``."""
@@ -47,6 +56,7 @@ class Run:
     log_interval: int
     save_interval: int  # 0: only the last step
     nonfinite: NonFiniteGuard
+    validation: Validation | None
     unread: deque = field(default_factory=deque)  # (step, result) whose verdict is still on the device
 
 
@@ -79,14 +89,22 @@ def train_steps(run: Run) -> bool:
         result = run.step(tokens, labels, stop_requested=run.stop.requested)
         watch.n_steps += 1
 
-        logs = step % run.log_interval == 0 or step == run.last_step
-        saves = step == run.last_step or (run.save_interval and step % run.save_interval == 0)
+        is_last = step == run.last_step
+        validates = run.validation is not None and (step % run.validation.interval == 0 or is_last)
+        logs = step % run.log_interval == 0 or is_last or validates
+        saves = is_last or (run.save_interval and step % run.save_interval == 0)
         run.unread.append((step, result))
         # A GPU runs behind: by the time this step is queued the one before is done or nearly so, and reading
         # its verdict leaves no gap. A log or a checkpoint wants the newest; a CPU has nothing to wait for.
         stops = read_verdicts(run, n_left_unread=0 if logs or saves or run.device.type == "cpu" else 1)
         if logs:
-            run.reporter.write(record_of(run, step, result, lr, watch))
+            record = record_of(run, step, result, lr, watch)
+            if validates:
+                run.watchdog.begin(f"the validation of step {step}", "job.step_timeout_s", factor=_FIRST_STEP)
+                start = time.perf_counter()
+                record["validation_loss"], _ = run.step.evaluate(run.validation.batches())
+                record["validation_time_s"] = time.perf_counter() - start
+            run.reporter.write(record)
             watch.restart()
         if stops and run.unread:
             read_verdicts(run, n_left_unread=0)

@@ -17,6 +17,8 @@ from trainer.errors import StoppedRun
 # metrics.jsonl key -> TensorBoard tag, where the run's charts should show it.
 _TAGS = {
     "loss": "training/loss",
+    "validation_loss": "validation/loss",
+    "validation_time_s": "time/validation_s",
     "grad_norm": "training/grad_norm",
     "lr": "training/lr",
     "tokens_seen": "training/tokens_seen",
@@ -139,10 +141,11 @@ class Reporter:
         mean_s = (time.perf_counter() - self._start) / (record["step"] - self._first_step + 1)
         left_s = (self._last_step - record["step"]) * mean_s  # checkpoints included, unlike step_time_s
         mfu = "" if record["mfu"] is None else f"  mfu {record['mfu']:.1%}"
+        validated = "" if "validation_loss" not in record else f"  validation loss {record['validation_loss']:.6f}"
         line = (
             f"step {record['step']:>{len(str(self._last_step))}}/{self._last_step}  loss {record['loss']:.6f}"
             f"  lr {record['lr']:.3e}  grad norm {record['grad_norm']:.4f}"
-            f"  {record['tokens_per_s']:,.0f} tokens/s{mfu}  left {_clock(left_s)}"
+            f"  {record['tokens_per_s']:,.0f} tokens/s{mfu}{validated}  left {_clock(left_s)}"
         )
         if self._bar is None:
             print(line, flush=True)

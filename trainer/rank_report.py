@@ -3,23 +3,34 @@
 import faulthandler
 import pickle
 import sys
+import sysconfig
 import threading
 import traceback
 from pathlib import Path
 
 import torch
 
+SAVING_THREAD = "checkpoint"  # the name of the thread that writes one in the background
+
 
 def what_main_thread_does() -> str:
     """One line: waiting for other ranks, or busy, and where."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
-    stack = traceback.extract_stack(frame) if frame is not None else []
+    stack = _stack_of(threading.main_thread())
     if not stack:
         return "its main thread has ended"
+    saving = next((thread for thread in threading.enumerate() if thread.name == SAVING_THREAD), None)
+    if saving is not None and any(entry.filename == threading.__file__ for entry in stack):
+        stack = _stack_of(saving) or stack  # it waits for a save in the background
     waits = any("torch/distributed/" in entry.filename for entry in stack[-3:])
-    ours = [entry for entry in stack if "site-packages" not in entry.filename] or stack
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
+    ours = [entry for entry in stack if not entry.filename.startswith(libraries)] or stack
     where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}"
     return f"waits for other ranks, in {where}" if waits else f"busy in {where}"
+
+
+def _stack_of(thread: threading.Thread) -> list[traceback.FrameSummary]:
+    frame = sys._current_frames().get(thread.ident)
+    return [] if frame is None else traceback.extract_stack(frame)
 
 
 def last_collective() -> str | None:

@@ -1,6 +1,7 @@
 """The ``train`` command: what one rank does from a checked config to the end of the run."""
 
 import contextlib
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,13 @@ from trainer.checkpoint_folder import changed_since, check_same_run, choose_resu
 from trainer.config import Config
 from trainer.config_load import dump_config
 from trainer.config_rules import Resolved, resolve_config
-from trainer.data.loader import load_rows, make_loader
+from trainer.data.loader import batches_in_order, load_rows, load_validation_rows, make_loader
 from trainer.data.rows import TokenRows
 from trainer.errors import EXIT_STOPPED, UserError
 from trainer.hardware import peak_flops
 from trainer.hf_directory import read_origin
 from trainer.hf_export import export_run
-from trainer.loop import Run, RunFacts, train
+from trainer.loop import Run, RunFacts, Validation, train
 from trainer.lr_schedule import LrSchedule
 from trainer.metrics import Reporter
 from trainer.nonfinite import NonFiniteGuard
@@ -132,6 +133,7 @@ def _prepare(
         last_step=training.steps,
         log_interval=config.metrics.log_interval,
         save_interval=config.checkpoint.interval,
+        validation=_validation(resolved, mesh, device),
         nonfinite=NonFiniteGuard(
             folder,
             place=mesh.place,
@@ -167,6 +169,20 @@ def _where_to_start(config: Config) -> tuple[Path | None, int]:
             print("\n".join(f"warning: {line}" for line in damage), file=sys.stderr)
             print(f"warning: {resume_from} is damaged and not used", file=sys.stderr, flush=True)
         damaged.append(resume_from)
+
+
+def _validation(resolved: Resolved, mesh: Mesh, device: torch.device) -> Validation | None:
+    config = resolved.config
+    rows = load_validation_rows(config, resolved.architecture.vocab_size)
+    if rows is None:
+        return None
+
+    def batches():
+        whole = batches_in_order(rows, config.training.global_batch_size, mesh.dp_index, resolved.layout.dp)
+        for tokens, labels in itertools.islice(whole, config.validation.batches):
+            yield tokens.to(device), labels.to(device)
+
+    return Validation(config.validation.interval, batches)
 
 
 def _lr_schedule(config: Config) -> LrSchedule:

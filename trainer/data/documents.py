@@ -25,13 +25,13 @@ def read_documents(source: str, path: str | None) -> Iterator[str]:
     return (document for document in documents if document)
 
 
-def check_source(source: str, path: str | None) -> Path:
+def check_source(source: str, path: str | None, key: str = "data.path") -> Path:
     """The file of a data source, without reading it. Raises ``UserError`` if it is missing or empty."""
     file = BUNDLED_TEXT if source == "bundled" else Path(path)
     if not file.is_file():
-        raise UserError(f"data.path = {str(file)!r}: {'is not a file' if file.exists() else 'no such file'}")
+        raise UserError(f"{key} = {str(file)!r}: {'is not a file' if file.exists() else 'no such file'}")
     if file.stat().st_size == 0:
-        raise UserError(f"data.path = {str(file)!r}: the file is empty")
+        raise UserError(f"{key} = {str(file)!r}: the file is empty")
     return file
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from trainer.config import Data
+from trainer.config import Config, Data
 from trainer.data.documents import read_documents
 from trainer.data.rows import IGNORED, TokenRows, token_stream
 from trainer.data.tokenizer import load_tokenizer_for
@@ -67,6 +67,15 @@ def load_rows(data: Data, seq_len: int, vocab_size: int) -> TokenRows:
     """Read and tokenize the text of the ``[data]`` section. Raises ``UserError`` for what the user can mend."""
     tokenizer = load_tokenizer_for(data.tokenizer, vocab_size)
     return TokenRows(token_stream(read_documents(data.source, data.path), tokenizer), seq_len)
+
+
+def load_validation_rows(config: Config, vocab_size: int) -> TokenRows | None:
+    """The rows of the ``[validation]`` section, or of the training text if it names none; None if there is none."""
+    section = config.validation
+    if not section.interval:
+        return None
+    own = {"source": section.source, "path": section.path} if section.source else {}
+    return load_rows(config.data.model_copy(update=own), config.training.seq_len, vocab_size)
 
 
 def make_loader(
