@@ -59,6 +59,24 @@ class Run:
     validation: Validation | None
     unread: deque = field(default_factory=deque)  # (step, result) whose verdict is still on the device
 
+    def due(self, step: int) -> "Due":
+        is_last = step == self.last_step
+        validate = self.validation is not None and (is_last or step % self.validation.interval == 0)
+        return Due(
+            validate=validate,
+            report=is_last or validate or step % self.log_interval == 0,
+            save=is_last or (self.save_interval > 0 and step % self.save_interval == 0),
+        )
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is to be done after a step."""
+
+    validate: bool
+    report: bool
+    save: bool
+
 
 def train(run: Run) -> bool:
     """Train to the last step. Returns False if it stopped early, after a checkpoint, because it was asked to.
@@ -89,31 +107,34 @@ def train_steps(run: Run) -> bool:
         result = run.step(tokens, labels, stop_requested=run.stop.requested)
         watch.n_steps += 1
 
-        is_last = step == run.last_step
-        validates = run.validation is not None and (step % run.validation.interval == 0 or is_last)
-        logs = step % run.log_interval == 0 or is_last or validates
-        saves = is_last or (run.save_interval and step % run.save_interval == 0)
+        due = run.due(step)
         run.unread.append((step, result))
         # A GPU runs behind: by the time this step is queued the one before is done or nearly so, and reading
         # its verdict leaves no gap. A log or a checkpoint wants the newest; a CPU has nothing to wait for.
-        stops = read_verdicts(run, n_left_unread=0 if logs or saves or run.device.type == "cpu" else 1)
-        if logs:
+        reads_all = due.report or due.save or run.device.type == "cpu"
+        stops = read_verdicts(run, n_left_unread=0 if reads_all else 1)
+        if due.report:
             record = record_of(run, step, result, lr, watch)
-            if validates:
-                run.watchdog.begin(f"the validation of step {step}", "job.step_timeout_s", factor=_FIRST_STEP)
-                start = time.perf_counter()
-                record["validation_loss"], _ = run.step.evaluate(run.validation.batches())
-                record["validation_time_s"] = time.perf_counter() - start
+            if due.validate:
+                record |= validate(run, step)
             run.reporter.write(record)
             watch.restart()
         if stops and run.unread:
             read_verdicts(run, n_left_unread=0)
-        if saves or stops:
+        if due.save or stops:
             run.watchdog.begin(f"the checkpoint of step {step}", "checkpoint.timeout_s")
             watch.off_the_clock(run.checkpointer.save, step, run.nonfinite.n_skipped)
         if stops:
             return step == run.last_step
     return True
+
+
+def validate(run: Run, step: int) -> dict:
+    """The loss over the validation batches, and what it took, as a part of the step's record."""
+    run.watchdog.begin(f"the validation of step {step}", "job.step_timeout_s", factor=_FIRST_STEP)
+    start = time.perf_counter()
+    loss, _ = run.step.evaluate(run.validation.batches())
+    return {"validation_loss": loss, "validation_time_s": time.perf_counter() - start}
 
 
 def next_batch(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
