@@ -19,8 +19,12 @@ from trainer.errors import UserError
 from trainer.manifest import find_damage
 from trainer.rank import on_main_rank
 
-_RECORDS = "torch.distributed.checkpoint.metadata"
+_RECORDS = "torch.distributed.checkpoint.metadata"  # the module also holds dataclass, os, ...: by name alone
 _ALLOWED = {
+    *((_RECORDS, name) for name in (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+    )),
     ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"),
 }  # fmt: skip
@@ -29,7 +33,7 @@ _ALLOWED = {
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if module == _RECORDS and "." not in name or is_dtype or (module, name) in _ALLOWED:
+        if is_dtype or (module, name) in _ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint")
 
@@ -40,10 +44,20 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args, **kwargs):
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
+        for name, entry in metadata.state_dict_metadata.items():
+            if type(entry) is not dcp.metadata.TensorStorageMetadata:  # torch would unpickle it without restraint
+                raise pickle.UnpicklingError(f"{name} is not a tensor")
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = dcp.metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+class _TensorsOnly(dcp.DefaultLoadPlanner):
+    """torch's planner, but for entries that are no tensors, which it would unpickle without restraint."""
+
+    def load_bytes(self, read_item, value):
+        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
 class Writer(dcp.FileSystemWriter):
@@ -91,7 +105,7 @@ def read_tensors(folder: Path, tensors: dict[str, torch.Tensor], alone: bool = T
     """Fill ``tensors``, by name in the checkpoint, on this process alone or on all ranks. dtypes are converted."""
     try:
         with _on_this_process_alone() if alone else contextlib.nullcontext():
-            dcp.load(tensors, storage_reader=Reader(str(folder)), no_dist=alone)
+            dcp.load(tensors, storage_reader=Reader(str(folder)), planner=_TensorsOnly(), no_dist=alone)
     except CheckpointException as error:  # of any rank, on all ranks
         raise damaged_error(folder, next(iter(error.failures.values()))[0]) from None
 

@@ -39,7 +39,7 @@ class CheckpointWriter:
     def __init__(self, root: Path, settings: Checkpoint):
         self.root = root
         self.settings = settings
-        self.failure: SaveFailed | None = None  # of the newest save
+        self.failure: Exception | None = None  # of the newest save
         self._thread: threading.Thread | None = None
         _group()
 
@@ -55,8 +55,12 @@ class CheckpointWriter:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise ``SaveFailed`` if the newest save is over and has failed, unless the config says to go on."""
-        if self.failure is not None and self.settings.on_failure == "stop":
+        """Raise ``SaveFailed`` if the newest save is over and has failed, unless the config says to go on.
+
+        Raises whatever else went wrong in it as it is: another rank is gone, and nobody can go on.
+        """
+        going_on = isinstance(self.failure, SaveFailed) and self.settings.on_failure == "warn"
+        if self.failure is not None and not going_on:
             raise self.failure
 
     def finish(self) -> None:
@@ -70,6 +74,13 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
+    def last_word(self) -> str:
+        """What there is to go on from, once no save is under way."""
+        self.wait()
+        kept = complete_checkpoints(self.root)
+        found = f"The newest checkpoint is {kept[-1]}" if kept else "There is no checkpoint"
+        return found if self.failure is None else f"{found}; {self.failure}"
+
     def _try(self, step: int, tensors: dict, state: dict) -> None:
         try:
             self._write(step, tensors, state)
@@ -78,8 +89,8 @@ class CheckpointWriter:
             self.failure = failure
             if dist.get_rank() == 0 and self.settings.on_failure == "warn":
                 print(f"warning: {failure}", file=sys.stderr, flush=True)
-        except BaseException as error:  # another rank is gone; in the background there is nobody else to say it
-            self.failure = SaveFailed(f"the checkpoint of step {step} could not be written: {error}")
+        except Exception as error:
+            self.failure = error
 
     def _write(self, step: int, tensors: dict, state: dict) -> None:
         final = self.root / f"step-{step:08d}"
@@ -94,11 +105,13 @@ class CheckpointWriter:
             if dist.get_rank() == 0:  # what a full disk needs most
                 shutil.rmtree(partial, ignore_errors=True)
             raise SaveFailed(_reason(final, error)) from None
-        self._on_rank_0(self._retire, step)
+        if dist.get_rank() == 0:
+            self._retire(step)
 
     def _start(self, partial: Path) -> None:
+        self.root.mkdir(exist_ok=True)  # not its parent: a run whose folder is gone must say so
         remove_left_overs(self.root)
-        partial.mkdir(parents=True)
+        partial.mkdir()
 
     def _complete(self, partial: Path, final: Path, state: dict) -> None:
         write_state(partial, **state)
@@ -115,8 +128,12 @@ class CheckpointWriter:
         # Those after this step were damaged, or of a run that began again from here: no reason to drop good ones.
         past = [folder for folder in complete_checkpoints(self.root) if step_of(folder) <= step]
         for old in past[:-latest]:
-            if not (every and step_of(old) % every == 0):
+            if every and step_of(old) % every == 0:
+                continue
+            try:
                 remove_checkpoint(old)
+            except OSError as error:
+                print(f"warning: the old checkpoint {old} could not be removed: {error}", file=sys.stderr, flush=True)
 
     @staticmethod
     def _on_all_ranks(work: Callable, *arguments) -> list:

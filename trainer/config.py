@@ -31,7 +31,7 @@ class Job(Section):
         "--parallel overrides behind it, so that layouts can be compared)",
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="seed of the initial weights")
-    step_timeout_s: Annotated[float, Field(ge=0)] = Field(
+    step_timeout_s: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
         600.0,
         description="end the job, with the stacks of all ranks, when a step and its data take longer (the first step: "
         "5 times as long); 0: never",

@@ -18,7 +18,7 @@ from trainer.config_load import key_help, load_config, split_overrides
 from trainer.config_rules import layout_needs, resolve_config
 from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_STOPPED, LAUNCHER_VARIABLE, STATUS_FILE_VARIABLE, UserError
 from trainer.exit_status import read_status
-from trainer.signals import StopRequest
+from trainer.signals import StopRequest, end_at_second_signal
 
 _THREADS_GIVEN = "OMP_NUM_THREADS" in os.environ
 
@@ -231,7 +231,8 @@ def run_ranks(nproc: int, command: list[str], rendezvous: Sequence[str] = ("--st
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    if any(flag.startswith("--max-restarts=") and flag != "--max-restarts=0" for flag in rendezvous):
+    max_restarts = max([0, *(int(flag.partition("=")[2]) for flag in rendezvous if flag.startswith("--max-restarts="))])
+    if max_restarts:
         # Else a second start finds the addresses of the first in torchrun's store, and cannot connect
         # (pytorch issue 135712, still so in 2.13).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -242,6 +243,7 @@ def run_ranks(nproc: int, command: list[str], rendezvous: Sequence[str] = ("--st
     with tempfile.NamedTemporaryFile(prefix="meshloom-status-") as status:
         os.environ[STATUS_FILE_VARIABLE], os.environ[LAUNCHER_VARIABLE] = status.name, str(os.getpid())
         failures, stopped = {}, False
+        end_at_second_signal()
         try:
             run.run(run.parse_args([*flags, *command]))
         except ChildFailedError as error:
@@ -254,6 +256,8 @@ def run_ranks(nproc: int, command: list[str], rendezvous: Sequence[str] = ("--st
             if name and not ((said or stopped) and name == "SIGTERM"):  # torchrun ends the others once one has said why
                 hint = ": out of memory?" if name == "SIGKILL" else ""
                 print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
+        if failures and max_restarts:
+            print(f"error: gave up after {max_restarts} restart(s)", file=sys.stderr)
         if said is not None and (said or not failures):
             return said
         if stopped:

@@ -85,10 +85,9 @@ def train(run: Run) -> bool:
     """
     try:
         finished = train_steps(run)
-    except NonFiniteError:
+    except NonFiniteError as error:
         run.watchdog.begin("the last checkpoint", "checkpoint.timeout_s")
-        run.checkpointer.writer.wait()  # one that is under way is from before, and good
-        raise
+        raise NonFiniteError(f"{error}. {run.checkpointer.writer.last_word()}") from None
     run.checkpointer.writer.finish()
     run.watchdog.pause("the end")
     return finished

@@ -103,8 +103,10 @@ class Reporter:
         self._file = self._writer = self._bar = None
         if not is_main:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = _reopen_jsonl(folder / "metrics.jsonl", resume_step)
+        try:
+            self._file = _reopen_jsonl(folder / "metrics.jsonl", resume_step)
+        except OSError as error:
+            raise StoppedRun(f"{folder / 'metrics.jsonl'} cannot be written: {error}") from None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -128,6 +130,8 @@ class Reporter:
             print(f"warning: step {record['step']}: {warning}", file=sys.stderr, flush=True)
 
     def _write(self, record: dict) -> None:
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError("metrics.jsonl has been deleted while the run was writing it")
         finite = {key: None if value != value or value in (inf, -inf) else value for key, value in record.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")  # JSON has no nan
         self._file.flush()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from trainer.checkpoint_folder import complete_checkpoints
 from trainer.errors import StoppedRun
 from trainer.step import StepResult
 
@@ -43,12 +42,10 @@ class NonFiniteGuard:
             if dist.get_rank() == 0:
                 print(f"warning: {said}; the update is left out", file=sys.stderr, flush=True)
             return
-        kept = complete_checkpoints(self.folder / "checkpoints")
-        good = f"The newest checkpoint, {kept[-1]}, is from before" if kept else "There is no checkpoint yet"
-        raise NonFiniteError(
-            f"stopped at {said}. The update was not applied. {good}. To go on past such steps: "
-            f'training.nonfinite = "skip"; this was number {self._in_a_row} in a row'
-        )
+        hint = 'to go on past such steps: training.nonfinite = "skip"'
+        if self.limit > 1:
+            hint = f"the {self._in_a_row}th in a row, which is training.nonfinite_limit"
+        raise NonFiniteError(f"stopped at {said}. The update was not applied; {hint}")
 
     def _write_down(self, step: int, result: StepResult) -> str:
         """A file with every rank that has seen something, and a line that names the first."""

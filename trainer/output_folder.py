@@ -54,6 +54,16 @@ def open_output_folder(folder: Path) -> IO[str]:
     return lock or (folder / ".lock").open(encoding="utf-8")
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, all of it or nothing. Raises ``UserError``."""
+    partial = path.with_name(f".{path.name}.tmp")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error}") from None
+
+
 def _lock(lock: IO[str], folder: Path) -> None:
     deadline = time.monotonic() + _LOCK_PATIENCE_S
     while True:

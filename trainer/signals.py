@@ -4,7 +4,9 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
+from pathlib import Path
 
 from trainer.errors import EXIT_FAILED, LAUNCHER_VARIABLE
 
@@ -23,6 +25,27 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
         if os.environ.get(LAUNCHER_VARIABLE, str(os.getppid())) != str(os.getppid()):
             os._exit(EXIT_FAILED)  # it died before
+
+
+def end_at_second_signal() -> None:
+    """In the launcher, whose signals torchrun handles and heeds once: the same one again ends it and its ranks at once."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # written by the C handler, whatever Python is doing
+    threading.Thread(target=_listen_for_second, args=(reader,), name="signals", daemon=True).start()
+
+
+def _listen_for_second(reader: int) -> None:
+    first: dict[int, float] = {}
+    while True:
+        for number in os.read(reader, 64):
+            now = time.monotonic()
+            is_request = number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+            if is_request and now - first.setdefault(number, now) > _SAME_REQUEST_S:
+                children = Path(f"/proc/self/task/{os.getpid()}/children")  # of the main thread, which starts them
+                for child in children.read_text().split() if children.exists() else ():
+                    os.kill(int(child), signal.SIGKILL)
+                os._exit(EXIT_FAILED)
 
 
 class StopRequest:

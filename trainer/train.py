@@ -27,7 +27,7 @@ from trainer.loop import Run, RunFacts, Validation, train
 from trainer.lr_schedule import LrSchedule
 from trainer.metrics import Reporter
 from trainer.nonfinite import NonFiniteGuard
-from trainer.output_folder import open_output_folder
+from trainer.output_folder import open_output_folder, write_whole
 from trainer.preflight import check_machines, measure_links
 from trainer.rank import on_main_rank, run_rank
 from trainer.signals import StopRequest
@@ -103,7 +103,7 @@ def _prepare(
             checkpointer.origin = read_origin(config.model.hf_path)
     done = state["step"]
     if is_main:
-        (folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
+        write_whole(folder / "config.toml", dump_config(config))
         _print_summary(resolved, device, len(rows), links)
         if resume_from is None and (init_from or config.model.hf_path):
             print(f"weights     {init_from or config.model.hf_path}", flush=True)

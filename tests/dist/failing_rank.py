@@ -1,8 +1,8 @@
 """A rank of a real job with a planted fault, run under torchrun by the tests.
 
 FAULT in the environment: "RANK STEP KIND", where KIND is "raise", "kill" (SIGKILL), "sleep" (for ever, in place of the
-next batch), "stop" (SIGSTOP), "user" (an error of the user's) or "save" (for ever, in the save of that step). It strikes
-once: in the first start of the group.
+next batch), "stop" (SIGSTOP), "user" (an error of the user's), "save" (for ever, in the save of that step) or "dies" (SIGKILL,
+there). It strikes once: in the first start of the group.
 """
 
 import os
@@ -29,10 +29,12 @@ def strike() -> None:
 
 
 strikes = os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-if strikes and kind == "save":
+if strikes and kind in ("save", "dies"):
     original_write = CheckpointWriter._write
 
     def write(self, saved, *arguments):
+        if saved == int(step) and kind == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
         if saved == int(step):
             time.sleep(10_000)
         original_write(self, saved, *arguments)

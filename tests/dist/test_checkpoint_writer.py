@@ -189,15 +189,52 @@ def test_b43_the_last_step_is_saved_once(ranks, tmp_path):
     assert sorted(folder.name[-1] for folder in (tmp_path / "run/checkpoints").iterdir()) == ["3", "6", "7"]
 
 
-class _Runs:
-    def __reduce__(self):
-        return (exec, ("raise SystemExit('code in a checkpoint has run')",))
+def name_in_a_pickle(module: str, name: str) -> bytes:
+    return b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"."
 
 
-def test_a_checkpoint_cannot_run_code(ranks, tmp_path):
-    """Neither its metadata, whatever the checksums say, nor its tensors."""
+@pytest.mark.parametrize(
+    "module, name",
+    [("builtins", "exec"), ("os", "system"), ("torch", "load"), ("torch.serialization", "load")]
+    # What torch's module of records holds besides them: dataclass() alone runs the names of its fields.
+    + [("torch.distributed.checkpoint.metadata", name) for name in ("dataclass", "field", "os", "torch", "__builtins__")],
+)
+def test_a_checkpoint_names_nothing_but_records(tmp_path, module, name):
+    """Whatever the checksums say: they lie in the same folder."""
+    (tmp_path / ".metadata").write_bytes(name_in_a_pickle(module, name))
+    with pytest.raises(UserError, match=f"{name} is not part of a checkpoint"):
+        stored_tensors(tmp_path)
+
+
+def test_a_checkpoint_holds_nothing_but_tensors(ranks, tmp_path):
+    """torch unpickles an entry that calls itself bytes, without restraint."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
     ranks(2, run_training, run_config(tmp_path, training__steps=1))
     folder = tmp_path / "run/checkpoints/step-00000001"
-    (folder / ".metadata").write_bytes(pickle.dumps(_Runs()))
-    with pytest.raises(UserError, match="builtins.exec is not part of a checkpoint"):
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["rng.cpu.0"] = BytesStorageMetadata()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match="BytesStorageMetadata is not part of a checkpoint"):
         stored_tensors(folder)
+    with pytest.raises(UserError, match="is not part of a checkpoint"):
+        read_tensors(folder, {"model.norm.weight": torch.empty(64)})
+
+
+def run_until_nan(config, step: int, seconds: float) -> dict:
+    with slow_disk(seconds):
+        return run_training(config, (step, 0, float("nan")))
+
+
+def test_b21_a_stop_while_a_save_is_under_way_names_what_is_there_then(ranks, tmp_path):
+    config = run_config(tmp_path, checkpoint__async_save=True, checkpoint__keep_latest=1)
+    for seen in ranks(2, run_until_nan, config, 3, 0.3):
+        assert "stopped at step 3" in seen["error"] and "The newest checkpoint is " in seen["error"]
+        assert seen["error"].split("The newest checkpoint is ")[1] == str(tmp_path / "run/checkpoints/step-00000002")
+    assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_b21_steps_are_skipped_up_to_the_limit(ranks, tmp_path):
+    config = run_config(tmp_path, training__nonfinite="skip", training__nonfinite_limit=1)
+    for seen in ranks(2, run_training, config, (3, 0, float("nan"))):
+        assert "stopped at step 3" in seen["error"]

@@ -1,7 +1,9 @@
 """Ranks that raise, die, hang or stop: what the others do, and how the job goes on. Real processes, under torchrun."""
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import time
 
@@ -123,6 +125,55 @@ def test_a_hang_of_one_process_alone_ends_too(tmp_path):
     result = run_with_fault(tmp_path, "0 3 sleep", "--job.step_timeout_s=8", nproc=1)
     assert result.returncode == 1
     assert "rank 0 is in step 3 for more than 8 s (job.step_timeout_s): busy in failing_rank.py" in result.stderr
+
+
+@pytest.mark.parametrize("async_save", ["false", "true"])
+def test_a_rank_that_dies_in_a_save_starts_both_machines_again(straight, tmp_path, async_save):
+    """Two launchers, as on two machines: the one whose rank is alive must not take the lost save for the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    code = (
+        "import sys; from trainer.launch import _rendezvous, run_ranks; sys.exit(run_ranks(1, sys.argv[1:], _rendezvous(2)[0]))"
+    )
+    keys = ["--training.steps=8", "--checkpoint.interval=2", f"--checkpoint.async_save={async_save}", "--job.output_dir=run"]
+    meeting = dict(NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, FAULT="1 4 dies")
+    command = ["-c", code, "-m", "tests.dist.failing_rank", "train", *SMALL, *keys]
+    launchers = [start_job(tmp_path, command, NODE_RANK=str(rank), **meeting) for rank in range(2)]
+    try:
+        for launcher in launchers:
+            out, err = launcher.communicate(timeout=180)
+            assert launcher.returncode == 0, err
+            assert "could not be written" not in err, err
+    finally:
+        for launcher in launchers:
+            kill_job(launcher)
+    assert_same_curve(tmp_path / "run", straight)
+
+
+def test_a_second_ctrl_c_to_the_launcher_ends_everything(tmp_path):
+    code = "from trainer.launch import run_ranks; import sys; sys.exit(run_ranks(2, sys.argv[1:], ['--standalone']))"
+    command = ["-m", "tests.dist.failing_rank", "train", *SMALL, "--job.output_dir=run"]
+    process = start_job(tmp_path, ["-c", code, *command], FAULT="1 3 sleep")
+    try:
+        wait_for_step(tmp_path / "run", 2)
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(3)
+        assert process.poll() is None  # the ranks cannot come to the end of their step
+        os.kill(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=15)
+        assert process.returncode == 1 and "Traceback" not in err and not processes_left(process), err
+    finally:
+        kill_job(process)
+
+
+def test_a_folder_that_is_removed_under_a_run_ends_it(tmp_path):
+    process = start(tmp_path, *SMALL, "--training.steps=100000", "--job.output_dir=run", "--metrics.tensorboard=false")
+    wait_for_step(tmp_path / "run", 3)
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "Traceback" not in err, err
+    assert "has been deleted while the run was writing it" in err or "could not be written" in err, err
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
