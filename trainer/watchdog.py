@@ -44,6 +44,7 @@ class Watchdog:
         self._hangs = threading.Event()
         self._over = threading.Event()
         self._mutex = threading.Lock()
+        self._threads: list[threading.Thread] = []
 
     # What the main thread calls.
 
@@ -61,14 +62,14 @@ class Watchdog:
         if len(everyone) > 1 and address and port:
             # A connection of its own: the main thread may be waiting on the other one.
             self._store = dist.TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=_STORE_S))
-            threading.Thread(target=self._listen, name="listener", daemon=True).start()
+            self._start(self._listen, "listener")
 
     def watch(self, limits: Mapping[str, float], folder: Path, place: str) -> None:
         """Begin to look at the clock. ``limits``: config key -> seconds, 0 for none; ``folder``: for stacks;
         ``place``: as in ``Mesh.place``."""
         self._limits, self.folder, self.place = limits, folder, place
         if any(limits.values()):
-            threading.Thread(target=self._look_at_the_clock, name="watchdog", daemon=True).start()
+            self._start(self._look_at_the_clock, "watchdog")
 
     def begin(self, doing: str, key: str, factor: float = 1) -> None:
         """Something begins, such as a step, that has ``factor`` times the limit of ``key`` from now."""
@@ -81,6 +82,8 @@ class Watchdog:
     def leave(self) -> None:
         """This rank ends well."""
         self._over.set()
+        for thread in self._threads:  # one that is in torch's C++ when Python ends would abort the process
+            thread.join(timeout=_STORE_S + _GRACE_S)
         self._tell(f"left/{dist.get_rank()}", "")
 
     def end_all(self, code: int, restart: bool) -> None:
@@ -93,6 +96,11 @@ class Watchdog:
         return self._read("end")
 
     # The two threads.
+
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def _ask(self, question: Callable[[dist.Store], Any], default: Any = None) -> Any:
         """``question(store)``, one at a time; ``default`` if there is no store, or it does not answer."""
