@@ -93,22 +93,15 @@ def _prepare(
     model = build_model(resolved, mesh, device, initialise=resume_from is None and init_from is None)
     step = build_train_step(resolved, model, mesh, device)
     checkpointer = Checkpointer(config, model, step.optimizer, device)
-    if resume_from is not None:
-        state = checkpointer.load(resume_from)
-    else:
-        state = {"step": 0, "skipped_steps": 0}
-        if init_from is not None:
-            checkpointer.load_weights(Path(init_from))
-        elif config.model.hf_path is not None:
-            checkpointer.origin = read_origin(config.model.hf_path)
+    state = _load(config, checkpointer, resume_from)
     done = state["step"]
     if is_main:
         write_whole(folder / "config.toml", dump_config(config))
         _print_summary(resolved, device, len(rows), links)
-        if resume_from is None and (init_from or config.model.hf_path):
-            print(f"weights     {init_from or config.model.hf_path}", flush=True)
         if resume_from is not None:
             print("\n".join([f"resuming    {resume_from}", *changed_since(state, config)]), flush=True)
+        elif init_from or config.model.hf_path:
+            print(f"weights     {init_from or config.model.hf_path}", flush=True)
     loader = make_loader(
         rows, config.data, training.global_batch_size, mesh.dp_index, resolved.layout.dp, first_step=done + 1
     )
@@ -169,6 +162,17 @@ def _where_to_start(config: Config) -> tuple[Path | None, int]:
             print("\n".join(f"warning: {line}" for line in damage), file=sys.stderr)
             print(f"warning: {resume_from} is damaged and not used", file=sys.stderr, flush=True)
         damaged.append(resume_from)
+
+
+def _load(config: Config, checkpointer: Checkpointer, resume_from: Path | None) -> dict:
+    """Fill the state from where the run starts. Returns its ``trainer_state.json``, or that of step 0."""
+    if resume_from is not None:
+        return checkpointer.load(resume_from)
+    if config.checkpoint.init_from is not None:
+        checkpointer.load_weights(Path(config.checkpoint.init_from))
+    elif config.model.hf_path is not None:
+        checkpointer.origin = read_origin(config.model.hf_path)
+    return {"step": 0, "skipped_steps": 0}
 
 
 def _validation(resolved: Resolved, mesh: Mesh, device: torch.device) -> Validation | None:
