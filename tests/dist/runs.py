@@ -50,13 +50,15 @@ def run_training(config: Config, poison: tuple[int, int, float] | None = None, s
 
     original = train_command.build_train_step
     train_command.build_train_step, train_command.Mesh = build_train_step, lambda layout, device_type: mesh_of(layout)
+    watchdog = Watchdog()
     seen["error"], seen["finished"], console = None, None, io.StringIO()
     try:
         with contextlib.redirect_stdout(console):
-            seen["finished"] = train_command._train(config, CPU, stop or NeverStop(), Watchdog())
+            seen["finished"] = train_command._train(config, CPU, stop or NeverStop(), watchdog)
     except StoppedRun as error:
         seen["error"] = str(error)
     finally:
+        watchdog.leave()  # else it would end the pooled worker, one day
         train_command.build_train_step, train_command.Mesh = original, Mesh
     named, step = seen.pop("named", {}), seen.pop("step", None)
     seen["console"] = console.getvalue()
