@@ -158,6 +158,7 @@ def save_after_the_tokenizer_is_gone(config) -> str:
 
 def test_a_save_does_not_need_the_tokenizer(ranks, tmp_path):
     shutil.copyfile(ASSETS / "smollm2" / "tokenizer.json", tmp_path / "tokenizer.json")
+    (tmp_path / "run").mkdir()
     config = tiny_config(data__tokenizer=json.dumps(str(tmp_path / "tokenizer.json")), job__output_dir=str(tmp_path / "run"))
     for folder in ranks(2, save_after_the_tokenizer_is_gone, config):
         assert (Path(folder) / "trainer_state.json").is_file()
