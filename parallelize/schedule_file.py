@@ -37,6 +37,11 @@ class ScheduleFile:
     def pp(self) -> int:
         return len(self.cells)
 
+    @property
+    def orders(self) -> "tuple[tuple[Action, ...], ...]":
+        """Rank -> its actions one after another; a pair as its forward, then its backward."""
+        return tuple(tuple(action for cell in row for action in _parse(cell)) for row in self.cells)
+
     def virtual_stages(self, pp: int, asked: int | None) -> int:
         return asked or len(self.stages) // self.pp
 
