@@ -48,13 +48,18 @@ def resolve_plan(model: nn.Module, plan: Plan) -> ResolvedPlan:
 
 def parallelize_part(part: nn.Module, resolved: ResolvedPlan, mesh: Mesh, treatment: Treatment) -> None:
     """Turn one pipeline part (on meta) into its distributed self, in place."""
+    parallelize_inside(part, resolved, mesh, treatment)
+    apply_fsdp(part, mesh.fsdp, resolved.units, treatment.precision, treatment.reshard_after_forward)
+
+
+def parallelize_inside(part: nn.Module, resolved: ResolvedPlan, mesh: Mesh, treatment: Treatment) -> None:
+    """All of it but the sharding over data ranks: what a unit computes with once its parameters are gathered."""
     tp_mesh = mesh.axis("tp")
     if tp_mesh is not None:
         apply_tensor_parallel(part, tp_mesh, resolved.styles, resolved.plan)
     for name in resolved.blocks:
         if owned(part, name):
             part.set_submodule(name, _prepare_block(part.get_submodule(name), treatment))
-    apply_fsdp(part, mesh.fsdp, resolved.units, treatment.precision, treatment.reshard_after_forward)
 
 
 def _prepare_block(block: nn.Module, treatment: Treatment) -> nn.Module:

@@ -96,6 +96,7 @@ class Pipeline:
     parts: the rank's (parallelized) stage modules, in the order of ``stage_indices``.
     loss_fn: logits, labels -> scalar; called on the last stage once per micro-batch.
     n_runs: how often the schedule runs in a step, each time with an equal part of its micro-batches.
+    shapes_of: stage -> ``PipelineStage``'s arguments that say what it takes and gives, where no peer can be asked.
     """
 
     def __init__(
@@ -109,9 +110,10 @@ class Pipeline:
         mesh: Mesh,
         device: torch.device,
         loss_fn: Callable,
+        shapes_of: Callable[[int], dict] = lambda stage: {},
     ):
         self.stages = [
-            Stage(part, index, n_stages, device, group=mesh.axis("pp").get_group())
+            Stage(part, index, n_stages, device, group=mesh.axis("pp").get_group(), **shapes_of(index))
             for part, index in zip(parts, stage_indices)
         ]
         self.has_first = 0 in stage_indices

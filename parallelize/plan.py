@@ -9,6 +9,8 @@ import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_module, distribute_tensor
@@ -44,6 +46,31 @@ class ReplicatedKvHeads(ParallelStyle):
             return local.unflatten(-1, (self.n_kv_heads, -1))[..., head, :]
 
         return distribute_module(module, device_mesh, replicate, output_fn=own_head)
+
+
+class _GradientOfOwnRows(torch.autograd.Function):
+    """The weight, whose gradient is cut to the rows that this rank holds as soon as it is there."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.mesh, ctx.placements = weight.device_mesh, weight.placements
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.redistribute(ctx.mesh, ctx.placements)
+
+
+class VocabParallelEmbedding(RowwiseParallel):
+    """An embedding whose rows are spread over the ranks.
+
+    DTensor computes the gradient of all rows on every rank. FSDP2 would cut it only when it reduces it, and a
+    pipeline adds up gradients until then: the whole table in fp32.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.forward = lambda tokens: F.embedding(tokens, _GradientOfOwnRows.apply(module.weight))
+        return super()._apply(module, device_mesh)
 
 
 @dataclass(frozen=True)
@@ -85,7 +112,7 @@ def decoder_plan(
     whole = Replicate()
     styles: dict[str, ParallelStyle] = {
         # Vocabulary and feature dims may be uneven: DTensor's shards need not divide.
-        "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=stream),
+        "tok_embeddings": VocabParallelEmbedding(input_layouts=whole, output_layouts=stream),
         "layers.*.attention": PrepareModuleInput(input_layouts=(stream, None), desired_input_layouts=(whole, None)),
         "layers.*.attention.wq": ColwiseParallel(),
         "layers.*.attention.w[kv]": (

@@ -1,6 +1,7 @@
 """The composition root: the one file that builds models and plans and puts them together."""
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from models.initialize import draw_slice, initial_std
-from parallelize.apply import ResolvedPlan, Treatment, parallelize_part, resolve_plan
+from parallelize.apply import ResolvedPlan, Treatment, parallelize_inside, parallelize_part, resolve_plan
 from parallelize.fsdp import Precision
 from parallelize.local_model import LocalModel, collect, original_names
 from parallelize.materialize import fill_parameters, materialize
@@ -48,7 +49,7 @@ def treatment_of(config: Config, device_type: str) -> Treatment:
     )
 
 
-def build_meta_parts(resolved: Resolved, stage_indices: tuple[int, ...]) -> tuple[list[nn.Module], ResolvedPlan]:
+def build_meta_parts(resolved: Resolved, stage_indices: tuple[int, ...] = (0,)) -> tuple[list[nn.Module], ResolvedPlan]:
     """Stage modules on the meta device, not yet parallel, and the plan resolved on the whole model."""
     config, architecture = resolved.config, resolved.architecture
     dtype = getattr(torch, config.precision.param)
@@ -65,7 +66,21 @@ def build_meta_parts(resolved: Resolved, stage_indices: tuple[int, ...]) -> tupl
     return parts, resolve_plan(whole, plan)
 
 
-def build_model(resolved: Resolved, mesh: Mesh, device: torch.device, initialise: bool = True) -> LocalModel:
+def build_units(resolved: Resolved, mesh: Mesh, device_type: str) -> Decoder:
+    """A decoder of one block on meta, in the compute dtype, that each unit can be taken from: all but FSDP2."""
+    (part,), resolved_plan = build_meta_parts(resolved)
+    treatment = treatment_of(resolved.config, device_type)
+    parallelize_inside(part.to(treatment.precision.compute), resolved_plan, mesh, treatment)
+    return part
+
+
+def build_model(
+    resolved: Resolved,
+    mesh: Mesh,
+    device: torch.device,
+    initialise: bool = True,
+    allocate: Callable[[nn.Module, torch.device], None] = materialize,
+) -> LocalModel:
     """Build on meta, split, parallelize, allocate this rank's shards and initialise them.
 
     Initial values come from the Hugging Face directory, if the config names one, else they are drawn.
@@ -90,7 +105,7 @@ def build_model(resolved: Resolved, mesh: Mesh, device: torch.device, initialise
 
     for part in parts:
         parallelize_part(part, resolved_plan, mesh, treatment)
-        materialize(part, device)
+        allocate(part, device)
         part.rebuild_buffers(device)
         if initialise:
             fill_parameters(part, initial_value)
@@ -98,8 +113,10 @@ def build_model(resolved: Resolved, mesh: Mesh, device: torch.device, initialise
     return collect(parts, indices, resolved_plan.plan, mesh, ends)
 
 
-def build_train_step(resolved: Resolved, model: LocalModel, mesh: Mesh, device: torch.device) -> TrainStep:
-    """The optimizer and everything that one step does to the model."""
+def build_train_step(
+    resolved: Resolved, model: LocalModel, mesh: Mesh, device: torch.device, **pipeline_options
+) -> TrainStep:
+    """The optimizer and everything that one step does to the model. ``pipeline_options``: of ``Pipeline``, if any."""
     config, layout = resolved.config, resolved.layout
     section = config.optimizer
     optimizer = build_optimizer(
@@ -115,7 +132,7 @@ def build_train_step(resolved: Resolved, model: LocalModel, mesh: Mesh, device: 
     else:
         micro_batches = Pipeline(
             model.parts, model.stage_indices, len(resolved.layers_per_stage), config.parallel.schedule,
-            resolved.n_microbatches, resolved.n_schedule_runs, mesh, device, loss_fn,
+            resolved.n_microbatches, resolved.n_schedule_runs, mesh, device, loss_fn, **pipeline_options,
         )  # fmt: skip
     sharded_logits = layout.tp > 1 and config.parallel.loss_parallel
     return TrainStep(

@@ -1,0 +1,113 @@
+"""What the planner knows of a model and of one way to run it. Loads no torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from parallelize.layout import Layout
+from parallelize.planner.operations import Operation
+from parallelize.schedules import Schedule
+
+UNITS = ("embedding", "block", "head")  # what a decoder is made of: one embedding, blocks, one head (norm and output)
+
+
+@dataclass(frozen=True)
+class ModelNumbers:
+    """tied: the head's matrix is the embedding's, which the head then does not count among its own."""
+
+    n_layers: int
+    dim: int
+    vocab_size: int
+    head_dim: int
+    n_parameters: int
+    tied: bool
+
+
+Shapes = Mapping[str, tuple[tuple[int, ...], ...]]  # unit -> shapes of its parameters on the first tensor-parallel rank
+
+
+def gathered_elements(shapes: tuple[tuple[int, ...], ...], dp_shard: int) -> int:
+    """Elements of a unit's parameters as FSDP2 gathers them: dim 0 in equal rows a rank, the last ones padded."""
+    return dp_shard * sharded_elements(shapes, dp_shard)
+
+
+def sharded_elements(shapes: tuple[tuple[int, ...], ...], dp_shard: int) -> int:
+    """Elements of one rank's share of a unit's parameters, padding included."""
+    return sum(math.ceil(rows / dp_shard) * math.prod(rest) for rows, *rest in shapes)
+
+
+@dataclass(frozen=True)
+class UnitTrace:
+    """One unit on one rank with its parameters gathered, for one micro-batch. Bytes.
+
+    kept_bytes:          held from the forward until the backward, the unit's output included, its input not.
+    forward_peak_bytes:  most above what was live before the forward.
+    backward_peak_bytes: most above what was live before the backward, the output's gradient not counted.
+    forward, backward:   what the device is asked to do, and how often; recomputation belongs to the backward.
+    weight:              the part of the backward that only the weights' gradients need.
+    """
+
+    kept_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    forward: Mapping[Operation, int]
+    backward: Mapping[Operation, int]
+    weight: Mapping[Operation, int]
+
+
+@dataclass(frozen=True)
+class ElementBytes:
+    """Bytes of an element of: stored parameters (gradients and moments alike), computation, gradient reduction."""
+
+    param: int
+    compute: int
+    reduce: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One way to run a training step: all that memory and time depend on besides the model and the machine.
+
+    layers_per_stage: stage -> blocks. reshard: free gathered parameters after the forward.
+    """
+
+    layout: Layout
+    schedule: Schedule
+    virtual_stages: int
+    layers_per_stage: tuple[int, ...]
+    seq_len: int
+    micro_batch_size: int
+    n_microbatches: int
+    n_schedule_runs: int
+    recompute: str
+    reshard: bool
+    elements: ElementBytes
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.layers_per_stage)
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        return self.schedule.stage_ranks(self.layout.pp, self.n_stages) if self.layout.pp > 1 else (0,)
+
+    def hidden_bytes(self, dim: int) -> int:
+        """Of what one stage sends to the next: one micro-batch's residual stream on one rank."""
+        spread = self.layout.tp if self.sequence_parallel else 1
+        return self.micro_batch_size * (self.seq_len // spread) * dim * self.elements.compute
+
+    def logits_bytes(self, vocab_size: int) -> int:
+        """Of one micro-batch on one rank, in the compute dtype."""
+        spread = self.layout.tp if self.loss_parallel else 1
+        return self.micro_batch_size * self.seq_len * math.ceil(vocab_size / spread) * self.elements.compute
+
+    def units_of(self, stage: int) -> list[str]:
+        """The stage's units in the order of the forward."""
+        units = ["block"] * self.layers_per_stage[stage]
+        if stage == 0:
+            units.insert(0, "embedding")
+        if stage == self.n_stages - 1:
+            units.append("head")
+        return units
