@@ -71,7 +71,7 @@ def rank_memory(
     if job.layout.pp > 1:
         moments = _pipelined(job, units, orders[pp_rank], job.logits_bytes(model.vocab_size), parameters)
     else:
-        moments = ((parameters, *moment) for moment in _in_turn(job, units[0]))
+        moments = _in_turn(job, units[0])
     gradients, gathered, activations, working = max(moments, key=sum)
     buffers = _buffers(job, model, stages)
     return RankMemory(parameters, gradients, optimizer, gathered, activations, working, buffers)
@@ -87,33 +87,37 @@ def _buffers(job: Job, model: ModelNumbers, stages: list[int]) -> int:
 
 
 def _in_turn(job: Job, units: list[_Unit]):
-    """Moments (gathered, activations, working) of one micro-batch after another through the whole model."""
+    """Moments (gradients, gathered, activations, working) of one micro-batch after another through the whole model."""
     share = 1 / job.layout.dp_shard
+    # Of the micro-batches before; there is none before the only one.
+    gradients = sum(unit.sharded for unit in units) * job.elements.param if job.n_microbatches > 1 else 0
     kept, before = 0, 0
     gathered = 0  # parameters that stay gathered
     for unit in units:
         # The buffer of the gather before is held until this one is there; its own until the next.
         flat = unit.gathered * (1 + share)
-        yield gathered + before + flat + unit.gathered, kept, 0
-        yield gathered + unit.gathered * 2, kept, unit.trace.forward_peak_bytes
+        yield gradients, gathered + before + flat + unit.gathered, kept, 0
+        yield gradients, gathered + unit.gathered * 2, kept, unit.trace.forward_peak_bytes
         before = unit.gathered
         if not job.reshard or unit is units[-1]:
             gathered += unit.gathered
         kept += unit.trace.kept_bytes
-    reducing = 0  # the fp32 input of the reduction before, held until the next
+    reducing = 0  # the input of the reduction before, held until the next
     for index in reversed(range(len(units))):
         unit = units[index]
         mine = 0 if not job.reshard or unit is units[-1] else unit.gathered
         ahead = units[index - 1].gathered * (1 + share) if index and job.reshard else 0
         # The head's worst moment is in the loss, before the next gather begins.
         begun = 0 if unit.name == "head" else ahead
-        yield gathered + mine + begun + reducing, kept, unit.trace.backward_peak_bytes
+        yield gradients, gathered + mine + begun + reducing, kept, unit.trace.backward_peak_bytes
         kept -= unit.trace.kept_bytes
         if not job.reshard or unit is units[-1]:
             gathered -= unit.gathered
         # Its gradients, as computed and as they are reduced.
-        yield gathered + ahead + unit.gathered + unit.reduced * (1 + share) + reducing, kept, 0
+        yield gradients, gathered + ahead + unit.gathered + unit.reduced * (1 + share) + reducing, kept, 0
         reducing = unit.reduced
+        if job.n_microbatches == 1:
+            gradients += unit.sharded * job.elements.param
 
 
 def _pipelined(job: Job, units: dict[int, list[_Unit]], actions, logits: int, sharded: int):
