@@ -79,3 +79,8 @@ class DecoderConfig:
         """
         n_active = self.n_params - (0 if self.tie_embeddings else self.vocab_size * self.dim)
         return 6 * n_active + 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
+
+    def unit_flops_per_token(self, seq_len: int) -> tuple[int, int]:
+        """The same of (one block, the head: final norm, output matrix and loss). The embedding is a look-up: none."""
+        head = 6 * self.dim * (self.vocab_size + 1)
+        return (self.flops_per_token(seq_len) - head) // self.n_layers, head

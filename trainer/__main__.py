@@ -60,6 +60,12 @@ def export_hf(options, overrides) -> int:
     return hf_export.export_command(options, config)
 
 
+def plan(options, overrides) -> int:
+    from trainer import plan_command
+
+    return plan_command.main(options, overrides)
+
+
 def schema(options, overrides) -> int:
     _no_keys("schema", overrides)
     print(json.dumps(Config.model_json_schema(), indent=1))
@@ -123,6 +129,28 @@ COMMANDS = {
         {
             "--nproc": _NPROC,
             "--steps": {"metavar": "K", "type": int, "default": 3, "help": "optimizer steps to compare (default 3)"},
+            "--json": _JSON,
+        },
+        True,
+    ),
+    "plan": (
+        plan,
+        "predict memory and time of layouts on a cluster of GPUs, and choose: on any machine, without them",
+        {
+            "--gpu": {"metavar": "G", "default": "h100", "help": "a100, h100, h200, b200 or a TOML file (default h100)"},
+            "--nodes": {"metavar": "N", "type": int, "default": 1, "help": "machines (default 1)"},
+            "--gpus-per-node": {"metavar": "N", "type": int, "default": 8, "help": "GPUs of each (default 8)"},
+            "--top": {"metavar": "K", "type": int, "default": 5, "help": "layouts to show (default 5)"},
+            "--explain": {
+                "metavar": "LAYOUT",
+                "help": "all about one layout instead: what differs from the config, as tp=8,pp=4,recompute=full",
+            },
+            "--trace": {
+                "action": "store_true",
+                "help": "with --explain: also run every stage of the real job on tensors without memory, and compare",
+            },
+            "--write": {"metavar": "FILE", "help": "write the first layout as a config that trains"},
+            "--plot": {"metavar": "FILE", "help": "draw its memory and time as a PNG"},
             "--json": _JSON,
         },
         True,

@@ -5,7 +5,6 @@ values, and a value that would work.
 """
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,12 +12,14 @@ from pathlib import Path
 
 from models import FAMILIES
 from models.decoder_config import DecoderConfig
+from parallelize.balance import balance_costs
 from parallelize.layout import Layout
-from parallelize.schedules import Schedule, ScheduleFile, balance_uniform, schedule_of
+from parallelize.schedules import Schedule, balance_uniform, schedule_of
 from trainer.checkpoint_folder import EXPORT_MARKER, architecture_in, checkpoint_root, complete_checkpoints
 from trainer.config import Config, Model, Parallel
 from trainer.errors import UserError
 from trainer.hf_directory import read_architecture
+from trainer.layout_rules import Choice, layout_problems
 
 _NOT_ARCHITECTURE = {"family", "size", "hf_path"}
 
@@ -89,16 +90,11 @@ def resolve_config(config: Config, world_size: int) -> Resolved:
     problems += _data_problems(config)
     problems += _start_problems(config)
     schedule = attempt(schedule_for, config.parallel)
-    layers_per_stage = ()
     if layout is not None and schedule is not None:
-        problems += _batch_problems(config, layout, schedule)
-        problems += _pipeline_problems(config, layout, schedule)
-    if layout is not None and architecture is not None:
-        problems += _tensor_problems(config, architecture, layout)
-        if schedule is not None:
-            layers_per_stage = attempt(layers_per_stage_of, config.parallel, architecture, layout, schedule)
+        problems += [problem for _, problem in layout_problems(Choice(config, architecture, layout, schedule))]
     if problems:
         raise UserError(*problems)
+    layers_per_stage = layers_per_stage_of(Choice(config, architecture, layout, schedule))
     stage_ranks = schedule.stage_ranks(layout.pp, len(layers_per_stage)) if layout.pp > 1 else (0,)
     return Resolved(config, architecture, layout, layers_per_stage, stage_ranks)
 
@@ -179,119 +175,17 @@ def schedule_for(parallel: Parallel) -> Schedule:
         raise UserError(f"parallel.schedule: {error}") from None
 
 
-def layers_per_stage_of(
-    parallel: Parallel, architecture: DecoderConfig, layout: Layout, schedule: Schedule
-) -> tuple[int, ...]:
-    """How many layers each stage gets. Raises ``UserError`` where they cannot be placed."""
-    n_layers = architecture.n_layers
-    if layout.pp == 1:
-        return (n_layers,)
-    virtual = schedule.virtual_stages(layout.pp, parallel.virtual_stages)
-    n_stages = layout.pp * virtual
-    if n_stages > n_layers:
-        raise UserError(
-            f"parallel.pp = {layout.pp} with {virtual} stage(s) a rank makes {n_stages} stages, "
-            f"but the model has n_layers = {n_layers}: use a parallel.pp or virtual_stages of fewer stages"
-        )
-    if parallel.balance == "uniform":
-        return balance_uniform(n_layers, n_stages)
-    if len(parallel.balance) != n_stages or sum(parallel.balance) != n_layers:
-        raise UserError(
-            f"parallel.balance = {list(parallel.balance)} must list {n_stages} stages (pp x virtual stages) that add up "
-            f"to n_layers = {n_layers}, for example {list(balance_uniform(n_layers, n_stages))}"
-        )
-    return parallel.balance
-
-
-def _batch_problems(config: Config, layout: Layout, schedule: Schedule) -> Iterator[str]:
-    training, parallel = config.training, config.parallel
-    share = training.micro_batch_size * layout.dp
-    if training.global_batch_size % share:
-        below = training.global_batch_size // share * share
-        yield (
-            f"training.global_batch_size = {training.global_batch_size} is not a multiple of training.micro_batch_size "
-            f"= {training.micro_batch_size} times dp = {layout.dp} (dp_replicate x dp_shard): "
-            f"use {f'{below} or ' if below else ''}{below + share}, or another micro_batch_size"
-        )
-        return
-    if layout.pp == 1:
-        return
-    n_microbatches = training.global_batch_size // share
-    made = (
-        f"training.global_batch_size = {training.global_batch_size} / (micro_batch_size = {training.micro_batch_size} "
-        f"x dp = {layout.dp}) makes {n_microbatches} micro-batch(es)"
-    )
-    n_in_a_run = parallel.schedule_microbatches or n_microbatches
-    if n_microbatches % n_in_a_run:
-        divisors = ", ".join(str(n) for n in range(1, n_microbatches + 1) if n_microbatches % n == 0)
-        yield f"parallel.schedule_microbatches = {n_in_a_run} must divide the micro-batches of a step, but {made}: use {divisors}"
-        return
-    n_stages = layout.pp * schedule.virtual_stages(layout.pp, parallel.virtual_stages)
-    if problem := schedule.microbatch_problem(layout.pp, n_stages, n_in_a_run):
-        if parallel.schedule_microbatches:
-            made = f"parallel.schedule_microbatches = {n_in_a_run}"
-        yield f"{made}, but parallel.schedule = {parallel.schedule} {problem}"
-
-
-def _pipeline_problems(config: Config, layout: Layout, schedule: Schedule) -> Iterator[str]:
-    parallel = config.parallel
-    if layout.pp == 1:
-        for key, neutral in (("balance", "uniform"), ("virtual_stages", 1), ("schedule_microbatches", None)):
-            value = getattr(parallel, key)
-            if value not in (None, neutral):
-                shown = list(value) if isinstance(value, tuple) else value
-                yield f"parallel.{key} = {shown} needs parallel.pp above 1 (it is 1)"
-        if isinstance(schedule, ScheduleFile):
-            yield f"parallel.schedule = {parallel.schedule} needs parallel.pp = {schedule.pp} (it is 1)"
-        return
-    virtual = schedule.virtual_stages(layout.pp, parallel.virtual_stages)
-    if problem := schedule.stages_problem(layout.pp, virtual):
-        yield f"parallel.schedule = {parallel.schedule} {problem} (parallel.virtual_stages = {virtual})"
-    if schedule.splits_backward and config.compile.enabled:
-        yield (
-            f"compile.enabled = true with parallel.schedule = {parallel.schedule}: torch cannot split the backward of "
-            "a compiled block; use 1F1B or Interleaved1F1B, or compile.enabled = false"
-        )
-    if schedule.splits_backward and config.activation_checkpoint.mode == "selective":
-        yield (
-            f'activation_checkpoint.mode = "selective" with parallel.schedule = {parallel.schedule}: the split backward '
-            'would recompute twice, which torch refuses; use "full" or "none"'
-        )
-    if schedule.splits_backward and parallel.reshard_after_forward == "always":
-        yield (
-            f'parallel.reshard_after_forward = "always" with parallel.schedule = {parallel.schedule} gives wrong '
-            'gradients in torch 2.13; use "auto" or "never"'
-        )
-
-
-def _tensor_problems(config: Config, architecture: DecoderConfig, layout: Layout) -> Iterator[str]:
-    tp = layout.tp
-    for name in ("n_heads", "n_kv_heads", "ffn_dim"):
-        value = getattr(architecture, name)
-        if value % tp == 0:
-            continue
-        replicable = name == "n_kv_heads" and tp % value == 0
-        if not (replicable and config.parallel.replicate_kv_heads):
-            yield (
-                f"parallel.tp = {tp} does not divide {name} = {value} of the model: use {_powers_of_two_in(value)}"
-                + (", or parallel.replicate_kv_heads = true" if replicable else "")
-            )
-    seq_len = config.training.seq_len
-    if config.parallel.sequence_parallel and seq_len % tp:
-        yield (
-            f"training.seq_len = {seq_len} is not a multiple of parallel.tp = {tp}, as sequence parallel needs: "
-            f"use {f'{seq_len // tp * tp} or ' if seq_len >= tp else ''}{(seq_len // tp + 1) * tp}, or parallel.sequence_parallel = false"
-        )
-    vocab_size = architecture.vocab_size
-    rows = -(-vocab_size // tp)  # of a rank; the last one gets what is left
-    if rows * (tp - 1) >= vocab_size:
-        yield f"parallel.tp = {tp} leaves a rank without a row of vocab_size = {vocab_size} of the model: use {rows * tp} or more"
-    elif vocab_size % tp and layout.dp_shard > 2:
-        # torch 2.13 computes wrong offsets for some of these shards, which would end up in checkpoints.
-        yield (
-            f"vocab_size = {vocab_size} of the model is not a multiple of parallel.tp = {tp}, which torch cannot shard again "
-            f"over dp_shard = {layout.dp_shard}: use model.vocab_size = {(vocab_size // tp + 1) * tp}, or dp_shard of at most 2"
-        )
+def layers_per_stage_of(choice: Choice) -> tuple[int, ...]:
+    """How many layers each stage of a choice without problems gets."""
+    balance, architecture, n_stages = choice.config.parallel.balance, choice.architecture, choice.n_stages
+    if n_stages == 1:
+        return (architecture.n_layers,)
+    if balance == "uniform":
+        return balance_uniform(architecture.n_layers, n_stages)
+    if balance == "flops":
+        block, head = architecture.unit_flops_per_token(choice.config.training.seq_len)
+        return balance_costs((block,) * architecture.n_layers, n_stages, last=head)
+    return balance
 
 
 def _lr_problems(config: Config) -> Iterator[str]:
@@ -346,8 +240,3 @@ def _export_problems(config: Config, out: Path) -> Iterator[str]:
         yield f"{named} is not a directory"
     elif not os.access(next(parent for parent in out.resolve().parents if parent.exists()), os.W_OK):
         yield f"{named} cannot be made there: no permission to write"
-
-
-def _powers_of_two_in(value: int) -> str:
-    powers = [2**k for k in range(int(math.log2(value)) + 1) if value % 2**k == 0]
-    return " or ".join(map(str, powers)) if len(powers) > 1 else "1"

@@ -1,10 +1,13 @@
 """One rank of the real job, built and run without memory or peers: what it would keep and send."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
+import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, Shard
 
+from parallelize.layout import Layout
 from parallelize.mesh import Mesh
 from parallelize.planner.fake import fake_memory, fake_rank, gpu_kernels, without_peers
 from parallelize.planner.recorder import Recorder
@@ -20,15 +23,49 @@ _CPU = torch.device("cpu")
 class TracedRank:
     """Bytes on one rank, as counted by storage.
 
-    parameters_bytes: with buffers. gradients_bytes, optimizer_bytes: between steps' ends. peak_bytes: of a whole step.
-    collectives: name -> (calls, bytes of their results) in one step.
+    parameters_bytes, gradients_bytes, optimizer_bytes: its shards, gradients as they are at the end of a step.
+    peak_bytes: most of a whole step. collectives, collective_bytes: (axis, kind) -> how often in a step, and of how
+    many bytes in all, as ``Collective`` counts them.
     """
 
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
     peak_bytes: int
-    operations: dict[str, int]
+    collectives: dict[tuple[str, str], int]
+    collective_bytes: dict[tuple[str, str], int]
+
+
+# What issues each of them is one thing alone: DTensor over tp, FSDP2 over data ranks, the schedule over pp.
+_COLLECTIVES = {
+    "_c10d_functional::all_gather_into_tensor": ("tp", "all_gather"),
+    "_c10d_functional::reduce_scatter_tensor": ("tp", "reduce_scatter"),
+    "_c10d_functional::all_reduce": ("tp", "all_reduce"),
+    "c10d::_allgather_base_": ("dp_shard", "all_gather"),
+    "c10d::_reduce_scatter_base_": ("dp_shard", "reduce_scatter"),
+    "c10d::allreduce_": ("dp_replicate", "all_reduce"),
+    "c10d::send": ("pp", "send"),
+}
+_SCALARS = 64  # elements: smaller sums are of the loss and the like, over all ranks
+
+
+class _CollectiveCount:
+    """Callback of a ``Recorder``."""
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        self.counts: Counter = Counter()
+        self.bytes: Counter = Counter()
+
+    def __call__(self, function, args, result) -> None:
+        key = _COLLECTIVES.get(function.name().split(".")[0])
+        if key is None or getattr(self.layout, key[0]) == 1:
+            return
+        tensors = [tensor for tensor in pytree.tree_leaves((args, result)) if isinstance(tensor, torch.Tensor)]
+        whole = max(tensors, key=torch.Tensor.numel)
+        if whole.numel() > _SCALARS:
+            self.counts[key] += 1
+            self.bytes[key] += whole.numel() * whole.element_size()
 
 
 def trace_rank(resolved: Resolved, pp_rank: int = 0) -> TracedRank:
@@ -42,22 +79,31 @@ def trace_rank(resolved: Resolved, pp_rank: int = 0) -> TracedRank:
         step.loss_fn.summed = torchs_cross_entropy
         if layout.pp > 1:
             without_peers(step.micro_batches.schedule)
-        recorder = Recorder()
-        for part in model.parts:
-            recorder.track([*part.parameters(), *part.buffers()])
+        collectives = _CollectiveCount(layout)
+        recorder = Recorder(collectives)
+        parts = list(model.parts)
+        recorder.track([list(part.parameters()) for part in parts])
         parameters = recorder.live_bytes
+        recorder.track([list(part.buffers()) for part in parts])
+        before = recorder.live_bytes
         with mode, recorder:
             create_state(step.optimizer)
-            optimizer = recorder.live_bytes - parameters
+            optimizer = recorder.live_bytes - before
             n_sequences = resolved.n_microbatches * training.micro_batch_size
             tokens, labels = (torch.zeros(n_sequences, training.seq_len, dtype=torch.int64) for _ in range(2))
             recorder.restart_peak()
-            recorder.operations.clear()
-            before = recorder.live_bytes
+            collectives.counts.clear()
+            collectives.bytes.clear()
             step.forward_backward(tokens, labels)
-            gradients = recorder.live_bytes - before
             step.optimizer.step()
-        return TracedRank(parameters, gradients, optimizer, recorder.peak_bytes, dict(recorder.operations))
+            gradients = sum(_storage_bytes(parameter.grad) for part in parts for parameter in part.parameters())
+        return TracedRank(
+            parameters, gradients, optimizer, recorder.peak_bytes, dict(collectives.counts), dict(collectives.bytes)
+        )
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
 
 
 def _pipeline_options(resolved: Resolved, mesh: Mesh) -> dict:

@@ -8,12 +8,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from parallelize.layout import Layout
 from parallelize.mesh import Mesh
 from parallelize.planner.fake import fake_memory, fake_rank, gpu_kernels
-from parallelize.planner.numbers import Shapes, UnitTrace
+from parallelize.planner.numbers import LocalShape, Shapes, UnitTrace
 from parallelize.planner.unit_trace import trace_unit
 from trainer.build import build_units
 from trainer.config import Config
@@ -32,22 +33,33 @@ class TracedUnits:
         self.architecture = architecture
         self.shapes = functools.cache(self._shapes)
         self.traces = functools.cache(self._traces)
+        self._trace = functools.cache(self._trace)
+
+    def _traces(self, tp: int, recompute: str, micro_batch_size: int) -> dict[str, UnitTrace]:
+        """Unit -> its trace. Torch copies a batch of several sequences where it can view one; from two on, all grows
+        by the same for each."""
+        if micro_batch_size <= 4:
+            ends = self._trace(tp, "none", micro_batch_size, blocks=False)  # only blocks are recomputed
+            return ends | self._trace(tp, recompute, micro_batch_size, blocks=True)
+        two, four = self.traces(tp, recompute, 2), self.traces(tp, recompute, 4)
+        return {unit: _extrapolated(two[unit], four[unit], (micro_batch_size - 2) / 2) for unit in four}
 
     def _shapes(self, tp: int) -> Shapes:
         with fake_rank(tp):
             part = build_units(self._resolved(tp, "none", 1), Mesh(Layout(tp=tp), "cpu"), "cuda")
             return {
-                name: _local_shapes(modules, self.architecture.tie_embeddings) for name, modules in _units(part).items()
+                name: _local_shapes(modules, self.config.parallel.sequence_parallel)
+                for name, modules in _units(part).items()
             }
 
-    def _traces(self, tp: int, recompute: str, micro_batch_size: int) -> dict[str, UnitTrace]:
+    def _trace(self, tp: int, recompute: str, micro_batch_size: int, blocks: bool) -> dict[str, UnitTrace]:
         resolved = self._resolved(tp, recompute, micro_batch_size)
         with fake_rank(tp) as mode, gpu_kernels():
             mesh = Mesh(resolved.layout, "cpu")
             part = build_units(resolved, mesh, "cuda")
             fake_memory(part, mode)
             part.rebuild_buffers("cpu")
-            return {name: trace(mode, part, resolved) for name, trace in _TRACE.items()}
+            return {name: trace(mode, part, resolved) for name, trace in _TRACE.items() if (name == "block") == blocks}
 
     def _resolved(self, tp: int, recompute: str, micro_batch_size: int) -> Resolved:
         config = self.config.model_copy(
@@ -61,13 +73,33 @@ class TracedUnits:
         return Resolved(config, replace(self.architecture, n_layers=1), Layout(tp=tp), (1,), (0,))
 
 
+def _extrapolated(one: UnitTrace, other: UnitTrace, steps: float) -> UnitTrace:
+    """Bytes at ``one`` + ``steps`` times what ``other`` has more; what is done is left as it is."""
+
+    def at(name: str) -> int:
+        first, second = getattr(one, name), getattr(other, name)
+        return round(first + steps * (second - first))
+
+    return replace(
+        other,
+        kept_bytes=at("kept_bytes"),
+        forward_peak_bytes=at("forward_peak_bytes"),
+        backward_peak_bytes=at("backward_peak_bytes"),
+    )
+
+
 def _units(part: nn.Module) -> dict[str, list[nn.Module]]:
     return {"embedding": [part.tok_embeddings], "block": [part.layers["0"]], "head": [part.norm, part.output]}
 
 
-def _local_shapes(modules: list[nn.Module], tied: bool) -> tuple[tuple[int, ...], ...]:
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    return tuple(tuple(getattr(p, "_local_tensor", p).shape) for p in parameters)
+def _local_shapes(modules: list[nn.Module], sequence_parallel: bool) -> tuple[LocalShape, ...]:
+    shapes = []
+    for parameter in (parameter for module in modules for parameter in module.parameters()):
+        whole = isinstance(parameter, DTensor) and parameter.placements[0].is_replicate()
+        dims = tuple(parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape)
+        # A replicated matrix is a key or value projection of few heads; a vector is a norm, over a part of the sequence.
+        shapes.append(LocalShape(dims, summed=whole and (sequence_parallel or len(dims) > 1)))
+    return tuple(shapes)
 
 
 def _hidden(mode: FakeTensorMode, part: nn.Module, resolved: Resolved) -> torch.Tensor:

@@ -5,10 +5,19 @@ What comes and goes: gathered parameters, whole gradients and reduction buffers 
 its code and compared with full traces), and the activations that each unit's trace has counted.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallelize.planner.numbers import Job, ModelNumbers, Shapes, UnitTrace, gathered_elements, sharded_elements
+from parallelize.planner.numbers import (
+    Job,
+    ModelNumbers,
+    Shapes,
+    UnitTrace,
+    gathered_elements,
+    sharded_elements,
+    stays_gathered,
+)
 from parallelize.planner.replay import Orders
 
 _FLOAT32 = 4
@@ -19,8 +28,8 @@ class RankMemory:
     """Bytes on the first rank of one pipeline stage at its worst moment.
 
     parameters, gradients, optimizer: the rank's own shards. gathered: whole parameters and gradients of FSDP2, and what
-    is reduced. activations: kept for backward. working: results of the unit that runs. buffers: tables, what
-    neighbours send, and the batch.
+    is being reduced. activations: kept for the backward, and results of the block that runs. logits: the same of the
+    head. buffers: tables, what neighbours send, and the batch.
     """
 
     parameters: int
@@ -28,26 +37,18 @@ class RankMemory:
     optimizer: int
     gathered: int
     activations: int
-    working: int
+    logits: int
     buffers: int
 
     @property
     def peak_bytes(self) -> int:
-        return (
-            self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.gathered
-            + self.activations
-            + self.working
-            + self.buffers
-        )
+        return sum(vars(self).values())
 
 
 class _Unit:
     """One unit of a stage: its trace, and its parameters in bytes."""
 
-    def __init__(self, name: str, trace: UnitTrace, shapes: tuple, job: Job):
+    def __init__(self, name: str, trace: UnitTrace, shapes: tuple, stays: bool, job: Job):
         layout, elements = job.layout, job.elements
         self.name = name
         self.trace = trace
@@ -55,6 +56,7 @@ class _Unit:
         whole = gathered_elements(shapes, layout.dp_shard)
         self.gathered = whole * elements.compute
         self.reduced = whole * elements.reduce
+        self.stays = stays  # gathered from the forward to the backward
 
 
 def rank_memory(
@@ -62,19 +64,25 @@ def rank_memory(
 ) -> RankMemory:
     """Memory of pipeline rank ``pp_rank``; ``orders``: the schedule's actions by rank, () without a pipeline."""
     stages = [stage for stage, rank in enumerate(job.stage_ranks) if rank == pp_rank]
-    units = {stage: [_Unit(name, traces[name], shapes[name], job) for name in job.units_of(stage)] for stage in stages}
+    units = {}
+    for stage in stages:
+        names = job.units_of(stage)
+        units[stage] = [
+            _Unit(name, traces[name], shapes[name], stays_gathered(names, index, shapes, model, job), job)
+            for index, name in enumerate(names)
+        ]
     everything = [unit for stage in stages for unit in units[stage]]
     sharded = sum(unit.sharded for unit in everything)
     n_tensors = sum(len(shapes[unit.name]) for unit in everything)
     parameters = sharded * job.elements.param
     optimizer = 2 * parameters + _FLOAT32 * n_tensors  # two moments, and a step count for each tensor
     if job.layout.pp > 1:
-        moments = _pipelined(job, units, orders[pp_rank], job.logits_bytes(model.vocab_size), parameters)
+        moments = _pipelined(job, units, orders[pp_rank], job.logits_bytes(model.vocab_size))
     else:
         moments = _in_turn(job, units[0])
-    gradients, gathered, activations, working = max(moments, key=sum)
+    gradients, gathered, activations, logits = map(round, max(moments, key=sum))
     buffers = _buffers(job, model, stages)
-    return RankMemory(parameters, gradients, optimizer, gathered, activations, working, buffers)
+    return RankMemory(parameters, gradients, optimizer, gathered, activations, logits, buffers)
 
 
 def _buffers(job: Job, model: ModelNumbers, stages: list[int]) -> int:
@@ -87,68 +95,102 @@ def _buffers(job: Job, model: ModelNumbers, stages: list[int]) -> int:
 
 
 def _in_turn(job: Job, units: list[_Unit]):
-    """Moments (gradients, gathered, activations, working) of one micro-batch after another through the whole model."""
+    """Moments (gradients, gathered, activations, logits) of one micro-batch after another through the whole model."""
     share = 1 / job.layout.dp_shard
     # Of the micro-batches before; there is none before the only one.
     gradients = sum(unit.sharded for unit in units) * job.elements.param if job.n_microbatches > 1 else 0
-    kept, before = 0, 0
-    gathered = 0  # parameters that stay gathered
+    gathered, before = 0, 0  # parameters that stay gathered; the buffer of the gather before, held until the next
+    held = _Held()
     for unit in units:
-        # The buffer of the gather before is held until this one is there; its own until the next.
         flat = unit.gathered * (1 + share)
-        yield gradients, gathered + before + flat + unit.gathered, kept, 0
-        yield gradients, gathered + unit.gathered * 2, kept, unit.trace.forward_peak_bytes
+        yield gradients, gathered + before + flat + unit.gathered, *held.with_peak(unit, 0)
+        yield gradients, gathered + unit.gathered * 2, *held.with_peak(unit, unit.trace.forward_peak_bytes)
         before = unit.gathered
-        if not job.reshard or unit is units[-1]:
+        if unit.stays:
             gathered += unit.gathered
-        kept += unit.trace.kept_bytes
-    reducing = 0  # the input of the reduction before, held until the next
+        held.add(unit, 1)
+    reducing = 0  # the input of the reduction before, held until the next begins
     for index in reversed(range(len(units))):
         unit = units[index]
-        mine = 0 if not job.reshard or unit is units[-1] else unit.gathered
-        ahead = units[index - 1].gathered * (1 + share) if index and job.reshard else 0
+        mine = 0 if unit.stays else unit.gathered
+        ahead = units[index - 1].gathered * (1 + share) if index and not units[index - 1].stays else 0
         # The head's worst moment is in the loss, before the next gather begins.
         begun = 0 if unit.name == "head" else ahead
-        yield gradients, gathered + mine + begun + reducing, kept, unit.trace.backward_peak_bytes
-        kept -= unit.trace.kept_bytes
-        if not job.reshard or unit is units[-1]:
+        yield gradients, gathered + mine + begun + reducing, *held.with_peak(unit, unit.trace.backward_peak_bytes)
+        held.add(unit, -1)
+        if unit.stays:
             gathered -= unit.gathered
         # Its gradients, as computed and as they are reduced.
-        yield gradients, gathered + ahead + unit.gathered + unit.reduced * (1 + share) + reducing, kept, 0
+        yield gradients, gathered + ahead + unit.gathered + unit.reduced * (1 + share), *held.with_peak(unit, 0)
         reducing = unit.reduced
         if job.n_microbatches == 1:
             gradients += unit.sharded * job.elements.param
 
 
-def _pipelined(job: Job, units: dict[int, list[_Unit]], actions, logits: int, sharded: int):
-    """Moments (gradients, gathered, activations, working) of a schedule.
+class _Held:
+    """Bytes kept for the backward: (of blocks and the embedding, of the head)."""
 
-    Parameters stay gathered, and gradients add up whole, until the last micro-batch of a run.
+    def __init__(self):
+        self.activations = self.logits = 0
+
+    def add(self, unit: _Unit, times: int) -> None:
+        if unit.name == "head":
+            self.logits += times * unit.trace.kept_bytes
+        else:
+            self.activations += times * unit.trace.kept_bytes
+
+    def with_peak(self, unit: _Unit, peak: int) -> tuple[int, int]:
+        """With what ``unit`` has at its own worst moment."""
+        in_head = unit.name == "head"
+        return self.activations + (0 if in_head else peak), self.logits + (peak if in_head else 0)
+
+
+def _pipelined(job: Job, units: dict[int, list[_Unit]], actions, output: int):
+    """Moments (gradients, gathered, activations, logits) of a schedule. output: bytes of a micro-batch's logits.
+
+    Parameters stay gathered, and gradients, which a stage's first backward makes, add up whole, until the last
+    micro-batch of a run.
     """
     own = [unit for of_stage in units.values() for unit in of_stage]
-    whole = sum(unit.gathered + unit.reduced for unit in own)
+    sharded = sum(unit.sharded for unit in own) * job.elements.param
     earlier = sharded if job.n_schedule_runs > 1 else 0
-    kept, forward, backward = {}, {}, {}
+    parameters, gradients = sum(unit.gathered for unit in own), 0
+    kept, forward, backward, first_backward = {}, {}, {}, {}
     for stage, of_stage in units.items():
-        held, peaks = 0, []
+        held, forwards, backwards, firsts = _Held(), [], [], []
         for unit in of_stage:
-            peaks.append(held + unit.trace.forward_peak_bytes)
-            held += unit.trace.kept_bytes
-        forward[stage] = max(peaks)
-        kept[stage] = held + (logits if stage == job.n_stages - 1 else 0)  # torch holds a stage's output
-        freed, peaks = 0, []
+            forwards.append(held.with_peak(unit, unit.trace.forward_peak_bytes))
+            held.add(unit, 1)
+        # Torch holds a stage's output until its backward.
+        kept[stage] = held.activations, held.logits + (output if stage == job.n_stages - 1 else 0)
+        freed, grown = _Held(), 0
         for unit in reversed(of_stage):
-            peaks.append(unit.trace.backward_peak_bytes - freed)
-            freed += unit.trace.kept_bytes
-        backward[stage] = max(peaks)
-    live = 0
+            moment = freed.with_peak(unit, unit.trace.backward_peak_bytes)
+            backwards.append((0, *moment))
+            firsts.append((grown, *moment))
+            freed.add(unit, -1)
+            grown += unit.reduced
+        forward[stage] = (0, *max(forwards, key=sum))
+        backward[stage], first_backward[stage] = max(backwards, key=sum), max(firsts, key=sum)
+    activations = logits = 0
+    begun: set[int] = set()
+    to_come = Counter(stage for stage, kind, _ in actions if kind in "BW")
     for stage, kind, _ in actions:
-        if kind == "F":
-            yield earlier, whole, live, forward[stage]
-            live += kept[stage]
-        else:
-            yield earlier, whole, live, backward[stage]
-            if kind != "I":
-                live -= kept[stage]
-    largest = max(unit.reduced for unit in own)
-    yield sharded, whole + largest, 0, 0
+        more = (forward if kind == "F" else backward if stage in begun else first_backward)[stage]
+        yield earlier, parameters + gradients + more[0], activations + more[1], logits + more[2]
+        if kind != "I":
+            sign = 1 if kind == "F" else -1
+            activations, logits = activations + sign * kept[stage][0], logits + sign * kept[stage][1]
+        if kind != "F" and stage not in begun:
+            begun.add(stage)
+            gradients += sum(unit.reduced for unit in units[stage])
+        to_come[stage] -= kind in "BW"
+        if kind in "BW" and not to_come[stage]:
+            # After a stage's last backward: unit by unit, parameters are freed and gradients reduced, from a copy.
+            for unit in units[stage]:
+                parameters -= unit.gathered
+                copy = unit.reduced * (1 + 1 / job.layout.dp_shard)
+                yield earlier, parameters + gradients + copy, activations, logits
+                gradients -= unit.reduced
+                if job.n_schedule_runs == 1:
+                    earlier += unit.sharded * job.elements.param

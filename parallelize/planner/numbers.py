@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parallelize.layout import Layout
 from parallelize.planner.operations import Operation
@@ -13,7 +14,7 @@ UNITS = ("embedding", "block", "head")  # what a decoder is made of: one embeddi
 
 @dataclass(frozen=True)
 class ModelNumbers:
-    """tied: the head's matrix is the embedding's, which the head then does not count among its own."""
+    """tied: the head's matrix is the embedding's."""
 
     n_layers: int
     dim: int
@@ -23,17 +24,34 @@ class ModelNumbers:
     tied: bool
 
 
-Shapes = Mapping[str, tuple[tuple[int, ...], ...]]  # unit -> shapes of its parameters on the first tensor-parallel rank
+class LocalShape(NamedTuple):
+    """A parameter on the first tensor-parallel rank, which never has less than another.
+
+    summed: every rank holds all of it and computes a part of its gradient, which is summed over tp.
+    """
+
+    dims: tuple[int, ...]
+    summed: bool
 
 
-def gathered_elements(shapes: tuple[tuple[int, ...], ...], dp_shard: int) -> int:
+Shapes = Mapping[str, tuple[LocalShape, ...]]  # unit -> its parameters
+
+
+def gathered_elements(shapes: tuple[LocalShape, ...], dp_shard: int) -> int:
     """Elements of a unit's parameters as FSDP2 gathers them: dim 0 in equal rows a rank, the last ones padded."""
     return dp_shard * sharded_elements(shapes, dp_shard)
 
 
-def sharded_elements(shapes: tuple[tuple[int, ...], ...], dp_shard: int) -> int:
+def sharded_elements(shapes: tuple[LocalShape, ...], dp_shard: int) -> int:
     """Elements of one rank's share of a unit's parameters, padding included."""
-    return sum(math.ceil(rows / dp_shard) * math.prod(rest) for rows, *rest in shapes)
+    return sum(math.ceil(shape.dims[0] / dp_shard) * math.prod(shape.dims[1:]) for shape in shapes)
+
+
+def with_one_table(shapes: Shapes) -> Shapes:
+    """Of a model with tied embeddings on one stage: FSDP2's root unit, here the embedding, has what the ends share."""
+    matrix, *norm = sorted(shapes["head"], key=lambda shape: -math.prod(shape.dims))
+    assert matrix in shapes["embedding"]
+    return {**shapes, "embedding": (*shapes["embedding"], *norm), "head": ()}
 
 
 @dataclass(frozen=True)
@@ -111,3 +129,12 @@ class Job:
         if stage == self.n_stages - 1:
             units.append("head")
         return units
+
+
+def stays_gathered(units: list[str], index: int, shapes: Shapes, model: ModelNumbers, job: Job) -> bool:
+    """Whether FSDP2 keeps the parameters of ``units[index]`` from the forward to the backward, whatever the others do.
+
+    That is the last unit that has any, and a root unit.
+    """
+    root = model.tied and units[index] == "embedding" and job.layout.pp == 1
+    return root or not job.reshard or not any(shapes[unit] for unit in units[index + 1 :])

@@ -1,6 +1,6 @@
 """What a device is asked to do, as numbers: the planner's view of a traced model. Loads no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,15 @@ class Collective:
     kind: str  # all_gather, reduce_scatter, all_reduce, send
     axis: str
     bytes: int
+
+
+def scaled(operation: "Operation", batch: int) -> "Operation":
+    """The same for ``batch`` times as many sequences."""
+    if isinstance(operation, Matmul):
+        return replace(operation, m=operation.m * batch)
+    if isinstance(operation, Attention):
+        return replace(operation, batch=operation.batch * batch)
+    return replace(operation, bytes=operation.bytes * batch)
 
 
 Operation = Matmul | Attention | Elementwise | Collective

@@ -1,7 +1,6 @@
 """What a traced computation keeps in memory and asks of the device, seen below autograd and DTensor."""
 
 import weakref
-from collections import Counter
 
 import torch
 import torch.utils._pytree as pytree
@@ -14,14 +13,12 @@ class Recorder(TorchDispatchMode):
     """Counts the bytes of every storage that is alive, and hands each operation to ``on_operation``.
 
     live_bytes, peak_bytes: of tensors made inside, and of those given to ``track``.
-    operations: name -> how often it ran.
     """
 
     def __init__(self, on_operation=None):
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.operations: Counter = Counter()
         self.on_operation = on_operation
         self._alive: dict[int, tuple[weakref.ref, int]] = {}
 
@@ -60,7 +57,6 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # seen again as what it does to the local tensors
         result = function(*args, **(kwargs or {}))
         self.track(result)
-        self.operations[str(function)] += 1
         if self.on_operation is not None:
             self.on_operation(function, args, result)
         return result

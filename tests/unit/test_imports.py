@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Never a model class or a plan.
 TRAINER_MAY = {
     "models", "models.decoder_config", "models.hugging_face", "parallelize.layout", "parallelize.schedules", "parallelize.mesh",
-    "parallelize.grad_norm", "parallelize.local_model",
+    "parallelize.grad_norm", "parallelize.local_model", "parallelize.balance",
 }  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def test_models_import_only_torch(path):
 def test_parallelize_knows_no_model_and_no_trainer(path):
     for name in imported(path):
         top = name.split(".")[0]
-        assert top in ("parallelize", "torch") or top in sys.stdlib_module_names, f"{path.name} imports {name}"
+        assert top in ("parallelize", "torch", "tomli") or top in sys.stdlib_module_names, f"{path.name} imports {name}"
 
 
 @pytest.mark.parametrize("path", sources("trainer"), ids=str)
@@ -51,7 +51,7 @@ def test_only_the_composition_root_sees_models_and_plans(path):
         return
     for name in imported(path):
         if name.split(".")[0] in ("models", "parallelize"):
-            assert name in TRAINER_MAY, f"{path.name} imports {name}"
+            assert name in TRAINER_MAY or name.startswith("parallelize.planner."), f"{path.name} imports {name}"
 
 
 @pytest.mark.parametrize(

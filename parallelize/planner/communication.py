@@ -1,0 +1,63 @@
+"""Collectives of one step on one rank, counted per mesh axis."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+from parallelize.planner.numbers import (
+    Job,
+    ModelNumbers,
+    Shapes,
+    UnitTrace,
+    gathered_elements,
+    sharded_elements,
+    stays_gathered,
+)
+from parallelize.planner.operations import Collective
+
+
+def collectives(
+    job: Job, model: ModelNumbers, shapes: Shapes, traces: Mapping[str, UnitTrace], pp_rank: int
+) -> tuple[Counter, Counter]:
+    """(axis, kind) -> how often, and (axis, kind) -> bytes, as ``Collective`` counts them; axes of degree 1 have none.
+
+    Left out: the sums over all ranks of a few numbers (tokens, loss, norm).
+    """
+    counts: Counter = Counter()
+    sizes: Counter = Counter()
+
+    def add(axis: str, kind: str, count: int, size: int) -> None:
+        if count and getattr(job.layout, axis) > 1:
+            counts[axis, kind] += count
+            sizes[axis, kind] += count * size
+
+    stages = [stage for stage, rank in enumerate(job.stage_ranks) if rank == pp_rank]
+    units = [unit for stage in stages for unit in job.units_of(stage)]
+    for unit in units:
+        for operations in (traces[unit].forward, traces[unit].backward):
+            for operation, count in operations.items():
+                if isinstance(operation, Collective):
+                    add(operation.axis, operation.kind, count * job.n_microbatches, operation.bytes)
+    # With a pipeline FSDP2 works once a run, else once a micro-batch, and gathers again what it has freed.
+    times = job.n_schedule_runs if job.layout.pp > 1 else job.n_microbatches
+    for index, unit in enumerate(units):
+        if not shapes[unit]:
+            continue
+        # Summed when they are reduced: as they were computed, or as they have been added up.
+        element = job.elements.reduce if job.layout.pp > 1 else job.elements.compute
+        for shape in shapes[unit]:
+            if shape.summed:
+                add("tp", "all_reduce", times, math.prod(shape.dims) * element)
+        whole = gathered_elements(shapes[unit], job.layout.dp_shard)
+        again = job.reshard and not stays_gathered(units, index, shapes, model, job)
+        add("dp_shard", "all_gather", times * (1 + again), whole * job.elements.compute)
+        add("dp_shard", "reduce_scatter", times, whole * job.elements.reduce)
+        add("dp_replicate", "all_reduce", times, whole // job.layout.dp_shard * job.elements.reduce)
+    for stage in stages:
+        for other in (stage - 1, stage + 1):
+            if 0 <= other < job.n_stages and job.stage_ranks[other] != pp_rank:
+                add("pp", "send", job.n_microbatches, job.hidden_bytes(model.dim))
+    if model.tied and job.stage_ranks[0] != job.stage_ranks[-1]:  # the two copies add up their gradients
+        table = sharded_elements(shapes["embedding"], job.layout.dp_shard) * job.elements.param
+        add("pp", "send", (0 in stages) + (job.n_stages - 1 in stages), table)
+    return counts, sizes

@@ -1,0 +1,171 @@
+"""Seconds of a training step: units' operations by the roofline, put together by the pipeline schedule. Loads no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from parallelize.layout import Layout
+from parallelize.planner.hardware import Cluster
+from parallelize.planner.numbers import Job, ModelNumbers, Shapes, UnitTrace, gathered_elements, sharded_elements
+from parallelize.planner.op_time import seconds
+from parallelize.planner.operations import Collective, Elementwise, Operation, scaled
+from parallelize.planner.replay import StageTime, action_orders, replay
+
+# AdamW reads a parameter, its gradient and two moments and writes three of them; norm and clipping read the
+# gradient twice more and write it once.
+_OPTIMIZER_PASSES = 10
+_STEADY = 6  # micro-batches per pipeline rank after which each further one costs the same
+
+
+@dataclass(frozen=True)
+class UnitTime:
+    """Seconds of one micro-batch through one unit: computing, and waiting for tensor-parallel collectives."""
+
+    forward_s: float
+    forward_tp_s: float
+    backward_s: float
+    backward_tp_s: float
+    weight_s: float  # the part of backward_s that only weights' gradients need
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.forward_tp_s + self.backward_s + self.backward_tp_s
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step on the busiest pipeline rank.
+
+    compute: matmuls, attention, elementwise work. tp: tensor-parallel collectives, none of them hidden. fsdp: what of
+    FSDP2's gathers and reductions computation does not hide. bubble: waiting for other stages, sends included.
+    """
+
+    compute_s: float
+    tp_s: float
+    fsdp_s: float
+    bubble_s: float
+    optimizer_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.tp_s + self.fsdp_s + self.bubble_s + self.optimizer_s
+
+
+def unit_time(trace: UnitTrace, batch: int, cluster: Cluster, layout: Layout) -> UnitTime:
+    """Of ``batch`` sequences, from the trace of one. Of the layout, only tp matters."""
+
+    def split(operations: Mapping[Operation, int]) -> tuple[float, float]:
+        compute = communicate = 0.0
+        for operation, count in operations.items():
+            spent = count * seconds(scaled(operation, batch), cluster, layout)
+            if isinstance(operation, Collective):
+                communicate += spent
+            else:
+                compute += spent
+        return compute, communicate
+
+    # A weight's gradient sums over tokens: not its rows grow with the batch but its inner dim.
+    others = {operation: count - trace.weight.get(operation, 0) for operation, count in trace.backward.items()}
+    weight = sum(
+        count * seconds(replace(operation, k=operation.k * batch), cluster, layout)
+        for operation, count in trace.weight.items()
+    )
+    backward, backward_tp = split(others)
+    return UnitTime(*split(trace.forward), backward + weight, backward_tp, weight)
+
+
+def busiest_s(job: Job, times: Mapping[str, UnitTime]) -> float:
+    """Seconds that the busiest pipeline rank computes and communicates within its stages: no step is shorter."""
+    ranks = [0.0] * job.layout.pp
+    for stage, rank in enumerate(job.stage_ranks):
+        ranks[rank] += sum(times[unit].total_s for unit in job.units_of(stage))
+    return job.n_microbatches * max(ranks)
+
+
+def step_time(
+    job: Job, model: ModelNumbers, shapes: Shapes, times: Mapping[str, UnitTime], cluster: Cluster
+) -> StepTime:
+    if job.layout.pp == 1:
+        fsdp, ranks, end = _in_turn(job, shapes, times, cluster)
+    else:
+        fsdp, ranks, end = _pipelined(job, model, shapes, times, cluster)
+    compute, tp = max(ranks, key=sum)
+    optimizer = max(
+        seconds(Elementwise(_OPTIMIZER_PASSES * _sharded_bytes(job, shapes, rank)), cluster, job.layout)
+        for rank in range(job.layout.pp)
+    )
+    return StepTime(compute, tp, fsdp, end - compute - tp, optimizer)
+
+
+def _sharded_bytes(job: Job, shapes: Shapes, rank: int) -> int:
+    units = [unit for stage, owner in enumerate(job.stage_ranks) if owner == rank for unit in job.units_of(stage)]
+    return job.elements.param * sum(sharded_elements(shapes[unit], job.layout.dp_shard) for unit in units)
+
+
+def _fsdp_times(job: Job, shapes: Shapes, cluster: Cluster) -> dict[str, tuple[float, float]]:
+    """Unit -> seconds to gather its parameters, and to reduce its gradients."""
+    layout, elements = job.layout, job.elements
+    result = {}
+    for unit, of_unit in shapes.items():
+        whole = gathered_elements(of_unit, layout.dp_shard)
+        gather = seconds(Collective("all_gather", "dp_shard", whole * elements.compute), cluster, layout)
+        reduce = seconds(Collective("reduce_scatter", "dp_shard", whole * elements.reduce), cluster, layout)
+        if layout.dp_replicate > 1:
+            share = whole // layout.dp_shard * elements.reduce
+            reduce += seconds(Collective("all_reduce", "dp_replicate", share), cluster, layout)
+        result[unit] = gather, reduce
+    return result
+
+
+def _in_turn(job: Job, shapes: Shapes, times: Mapping[str, UnitTime], cluster: Cluster):
+    """A gather is hidden behind the unit before it, a reduction behind the one after it; both share one link."""
+    fsdp = _fsdp_times(job, shapes, cluster)
+    units = job.units_of(0)
+    exposed = fsdp[units[0]][0]
+    for before, unit in zip(units, units[1:]):
+        exposed += max(0.0, fsdp[unit][0] - times[before].forward_s - times[before].forward_tp_s)
+    reducing = 0.0
+    backwards = units[::-1]
+    for index, unit in enumerate(backwards):
+        gathers = fsdp[backwards[index + 1]][0] if job.reshard and index + 1 < len(backwards) else 0.0
+        exposed += max(0.0, gathers + reducing - times[unit].backward_s - times[unit].backward_tp_s)
+        reducing = fsdp[unit][1]
+    exposed += reducing  # of the embedding, with nothing behind it
+    compute = job.n_microbatches * sum(times[unit].forward_s + times[unit].backward_s for unit in units)
+    tp = job.n_microbatches * sum(times[unit].forward_tp_s + times[unit].backward_tp_s for unit in units)
+    return job.n_microbatches * exposed, [(compute, tp)], compute + tp
+
+
+def _pipelined(job: Job, model: ModelNumbers, shapes: Shapes, times: Mapping[str, UnitTime], cluster: Cluster):
+    stage_times, busy = [], [(0.0, 0.0)] * job.layout.pp
+    fsdp = _fsdp_times(job, shapes, cluster)
+    exposed = [0.0] * job.layout.pp
+    for stage, rank in enumerate(job.stage_ranks):
+        of_stage = [times[unit] for unit in job.units_of(stage)]
+        weight = sum(time.weight_s for time in of_stage)
+        backward = sum(time.backward_s + time.backward_tp_s for time in of_stage)
+        forward = sum(time.forward_s + time.forward_tp_s for time in of_stage)
+        stage_times.append(StageTime(forward, backward - weight, weight))
+        compute = sum(time.forward_s + time.backward_s for time in of_stage)
+        tp = sum(time.forward_tp_s + time.backward_tp_s for time in of_stage)
+        busy[rank] = (busy[rank][0] + job.n_microbatches * compute, busy[rank][1] + job.n_microbatches * tp)
+        # Gathered once a run, the first unit before anything else; reduced after the last backward.
+        gathers = [fsdp[unit][0] for unit in job.units_of(stage)]
+        exposed[rank] += max(gathers[0], sum(gathers) - forward) + sum(fsdp[unit][1] for unit in job.units_of(stage))
+    send = seconds(Collective("send", "pp", job.hidden_bytes(model.dim)), cluster, job.layout)
+    end = job.n_schedule_runs * _end_s(job, stage_times, send)
+    return job.n_schedule_runs * max(exposed), busy, end
+
+
+def _end_s(job: Job, stage_times: list[StageTime], send_s: float) -> float:
+    """End of one run of the schedule; of a long one by two shorter, since it grows evenly in between."""
+    n, pp = job.n_microbatches // job.n_schedule_runs, job.layout.pp
+
+    def end(n_microbatches: int) -> float:
+        orders = action_orders(job.schedule, pp, job.virtual_stages, n_microbatches)
+        return replay(orders, stage_times, send_s).end_s
+
+    fewer, more = _STEADY * pp + n % pp, (_STEADY + 2) * pp + n % pp
+    if n <= more or not hasattr(job.schedule, "name"):
+        return end(n)
+    first, second = end(fewer), end(more)
+    return second + (n - more) * (second - first) / (more - fewer)

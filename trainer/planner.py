@@ -1,0 +1,207 @@
+"""Predicting every layout that the rules allow, and choosing the fastest that fits."""
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from models.decoder_config import DecoderConfig
+from parallelize.layout import Layout
+from parallelize.planner.hardware import Cluster
+from parallelize.planner.memory import RankMemory, rank_memory
+from parallelize.planner.numbers import ElementBytes, Job, ModelNumbers, Shapes, UnitTrace, with_one_table
+from parallelize.planner.replay import action_orders
+from parallelize.planner.step_time import StepTime, UnitTime, busiest_s, step_time, unit_time
+from parallelize.schedules import schedule_of
+from trainer.build import treatment_of
+from trainer.config import Config
+from trainer.config_rules import layers_per_stage_of
+from trainer.layout_rules import Choice, layout_problems
+from trainer.traced_units import TracedUnits
+
+# GPipe, LoopedBFS and DualPipeV take no less time than one of these, and hold more activations.
+_SCHEDULES = (("1F1B", None), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4))
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_RECOMPUTE = ("none", "selective", "full")
+_USABLE = 0.92  # of a GPU's memory: the rest is CUDA's context, communication buffers and fragmentation
+_DEEPEST = 64  # pipeline ranks
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One choice, with its memory by pipeline rank and the time of a step."""
+
+    choice: Choice
+    job: Job
+    memory: tuple[RankMemory, ...]
+    time: StepTime
+    tokens_per_s: float
+    mfu: float | None
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(rank.peak_bytes for rank in self.memory)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """best: fastest first. rejected: reason -> choices. n_choices: looked at in all; those in no list were slower."""
+
+    best: list[Prediction]
+    rejected: Counter
+    n_choices: int
+    usable_bytes: float
+
+
+class Planner:
+    """Predicts and searches for one config on one cluster."""
+
+    def __init__(self, config: Config, architecture: DecoderConfig, cluster: Cluster):
+        self.config = config
+        self.architecture = architecture
+        self.cluster = cluster
+        self.units = TracedUnits(config, architecture)
+        self.usable_bytes = _USABLE * cluster.gpu.memory_bytes
+        treatment = treatment_of(config, "cuda")
+        precision = treatment.precision
+        self.elements = ElementBytes(precision.param.itemsize, precision.compute.itemsize, precision.reduce.itemsize)
+        self.numbers = ModelNumbers(
+            architecture.n_layers, architecture.dim, architecture.vocab_size, architecture.head_dim,
+            architecture.n_params, architecture.tie_embeddings,
+        )  # fmt: skip
+        self._times: dict[tuple, dict[str, UnitTime]] = {}
+
+    def search(self, top: int = 5) -> Plan:
+        """The ``top`` fastest choices that fit, exactly: in order of a time that none can beat, until the rest is slower."""
+        rejected: Counter = Counter()
+        queue = []
+        n_choices = 0
+        for choice in self._choices():
+            n_choices += 1
+            reason = next((reason for reason, _ in self._problems(choice)), None)
+            if reason is not None:
+                rejected[reason] += 1
+                continue
+            job = self.job_of(choice)
+            queue.append((busiest_s(job, self._times_of(job)), n_choices, choice, job))
+        heapq.heapify(queue)
+        best: list[Prediction] = []
+        while queue and (len(best) < top or queue[0][0] < best[-1].time.total_s):
+            _, _, choice, job = heapq.heappop(queue)
+            if (reason := self._does_not_fit(job)) is not None:
+                rejected[reason] += 1
+                continue
+            best.append(self.predict(choice, job))
+            best.sort(key=lambda prediction: prediction.time.total_s)
+            del best[top:]
+        return Plan(best, rejected, n_choices, self.usable_bytes)
+
+    def predict(self, choice: Choice, job: Job | None = None) -> Prediction:
+        job = job or self.job_of(choice)
+        time = step_time(job, self.numbers, self.shapes_of(job), self._times_of(job), self.cluster)
+        tokens = choice.config.training.global_batch_size * job.seq_len / time.total_s
+        flops = tokens * self.architecture.flops_per_token(job.seq_len)
+        peak = self.cluster.gpu.peak_flops * job.layout.world_size
+        memory = tuple(self._memory(job, rank) for rank in range(job.layout.pp))
+        return Prediction(choice, job, memory, time, tokens, flops / peak)
+
+    def job_of(self, choice: Choice) -> Job:
+        """The numbers of a choice without problems."""
+        config, layout = choice.config, choice.layout
+        reshard = config.parallel.reshard_after_forward
+        return Job(
+            layout=layout,
+            schedule=choice.schedule,
+            virtual_stages=choice.virtual_stages,
+            layers_per_stage=layers_per_stage_of(choice),
+            seq_len=config.training.seq_len,
+            micro_batch_size=config.training.micro_batch_size,
+            n_microbatches=choice.n_microbatches,
+            n_schedule_runs=choice.n_microbatches // choice.n_in_a_run if layout.pp > 1 else 1,
+            recompute=config.activation_checkpoint.mode,
+            reshard=reshard == "always" or (reshard == "auto" and layout.pp == 1),
+            elements=self.elements,
+            sequence_parallel=config.parallel.sequence_parallel,
+            loss_parallel=config.parallel.loss_parallel,
+        )
+
+    def _choices(self) -> Iterator[Choice]:
+        n_gpus = self.cluster.n_nodes * self.cluster.gpus_per_node
+        for tp in _divisors(n_gpus):
+            for pp in _divisors(n_gpus // tp):
+                for dp_replicate in _divisors(n_gpus // tp // pp):
+                    layout = Layout(pp, dp_replicate, n_gpus // tp // pp // dp_replicate, 1, tp)
+                    yield from self._choices_with(layout)
+
+    def _choices_with(self, layout: Layout) -> Iterator[Choice]:
+        config = self.config
+        for name, virtual_stages in _SCHEDULES if layout.pp > 1 else _SCHEDULES[:1]:
+            parallel = config.parallel.model_copy(
+                update=dict(
+                    tp=layout.tp, pp=layout.pp, dp_shard=layout.dp_shard, dp_replicate=layout.dp_replicate,
+                    schedule=name, virtual_stages=virtual_stages, schedule_microbatches=None,
+                    balance="flops" if layout.pp > 1 else "uniform",
+                )
+            )  # fmt: skip
+            for size in _MICRO_BATCHES:
+                training = config.training.model_copy(update={"micro_batch_size": size})
+                for mode in _RECOMPUTE:
+                    recompute = config.activation_checkpoint.model_copy(update={"mode": mode})
+                    varied = config.model_copy(
+                        update={"parallel": parallel, "training": training, "activation_checkpoint": recompute}
+                    )
+                    yield Choice(varied, self.architecture, layout, schedule_of(name))
+
+    def _problems(self, choice: Choice) -> Iterator[tuple[str, str]]:
+        layout, per_node = choice.layout, self.cluster.gpus_per_node
+        if layout.tp > per_node and not choice.config.parallel.tp_across_nodes:
+            yield "tp crosses nodes", f"parallel.tp = {layout.tp} is above the {per_node} GPUs of a node"
+        if layout.pp > _DEEPEST:
+            yield f"more than {_DEEPEST} pipeline ranks", f"parallel.pp = {layout.pp}"
+        yield from layout_problems(choice)
+
+    def _does_not_fit(self, job: Job) -> str | None:
+        n_own = self.architecture.n_params / (job.layout.pp * job.layout.tp * job.layout.dp_shard)
+        if 3 * self.elements.param * n_own > self.usable_bytes:  # before anything is traced
+            return "more memory than a GPU has"
+        ranks = {0, job.layout.pp - 1, *range(job.layout.pp)}
+        one = self.units.traces(job.layout.tp, job.recompute, 1)
+        least = {unit: _least(trace, job.micro_batch_size) for unit, trace in one.items()}
+        for traces in (least, None):  # most that do not fit are known from the trace of one sequence
+            if any(self._memory(job, rank, traces).peak_bytes > self.usable_bytes for rank in ranks):
+                return "more memory than a GPU has"
+        return None
+
+    def _memory(self, job: Job, rank: int, traces: dict[str, UnitTrace] | None = None) -> RankMemory:
+        traces = traces or self.units.traces(job.layout.tp, job.recompute, job.micro_batch_size)
+        orders = ()
+        if job.layout.pp > 1:
+            n_in_a_run = job.n_microbatches // job.n_schedule_runs
+            orders = action_orders(job.schedule, job.layout.pp, job.virtual_stages, n_in_a_run)
+        return rank_memory(job, self.numbers, self.shapes_of(job), traces, orders, rank)
+
+    def shapes_of(self, job: Job) -> Shapes:
+        """Parameters by unit, as the job holds them."""
+        shapes = self.units.shapes(job.layout.tp)
+        return with_one_table(shapes) if self.numbers.tied and job.layout.pp == 1 else shapes
+
+    def _times_of(self, job: Job) -> dict[str, UnitTime]:
+        key = job.layout.tp, job.recompute, job.micro_batch_size
+        if key not in self._times:
+            traces = self.units.traces(job.layout.tp, job.recompute, 1)
+            self._times[key] = {
+                unit: unit_time(trace, job.micro_batch_size, self.cluster, job.layout) for unit, trace in traces.items()
+            }
+        return self._times[key]
+
+
+def _least(trace: UnitTrace, batch: int) -> UnitTrace:
+    """No more than what ``batch`` sequences need, from the trace of one."""
+    kept = batch * trace.kept_bytes
+    return replace(trace, kept_bytes=kept, forward_peak_bytes=kept, backward_peak_bytes=0)
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
