@@ -1,6 +1,7 @@
 """Predicting every layout that the rules allow, and choosing the fastest that fits."""
 
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from parallelize.schedules import schedule_of
 from trainer.build import treatment_of
 from trainer.config import Config
 from trainer.config_rules import layers_per_stage_of
+from trainer.errors import UserError
 from trainer.layout_rules import Choice, layout_problems
 from trainer.traced_units import TracedUnits
 
@@ -26,6 +28,7 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _RECOMPUTE = ("none", "selective", "full")
 _USABLE = 0.92  # of a GPU's memory: the rest is CUDA's context, communication buffers and fragmentation
 _DEEPEST = 64  # pipeline ranks
+_RUN = 8  # micro-batches per pipeline rank in a run of the schedule, if not all are in one
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,12 @@ class Planner:
         return Plan(best, rejected, n_choices, self.usable_bytes)
 
     def predict(self, choice: Choice, job: Job | None = None) -> Prediction:
+        """Memory and time of a choice without problems. Raises ``UserError`` for a schedule that is not modelled."""
+        if choice.layout.pp > 1 and choice.schedule.splits_backward:
+            raise UserError(
+                f"parallel.schedule = {choice.config.parallel.schedule}: memory of a split backward is not predicted yet; "
+                "use 1F1B, Interleaved1F1B, GPipe or LoopedBFS"
+            )
         job = job or self.job_of(choice)
         time = step_time(job, self.numbers, self.shapes_of(job), self._times_of(job), self.cluster)
         tokens = choice.config.training.global_batch_size * job.seq_len / time.total_s
@@ -144,14 +153,21 @@ class Planner:
                     balance="flops" if layout.pp > 1 else "uniform",
                 )
             )  # fmt: skip
-            for size in _MICRO_BATCHES:
+            for size, n_in_a_run in itertools.product(_MICRO_BATCHES, self._runs(layout)):
+                if n_in_a_run and n_in_a_run * size * layout.dp >= config.training.global_batch_size:
+                    continue  # one run is all there is
                 training = config.training.model_copy(update={"micro_batch_size": size})
+                parallel = parallel.model_copy(update={"schedule_microbatches": n_in_a_run})
                 for mode in _RECOMPUTE:
                     recompute = config.activation_checkpoint.model_copy(update={"mode": mode})
                     varied = config.model_copy(
                         update={"parallel": parallel, "training": training, "activation_checkpoint": recompute}
                     )
                     yield Choice(varied, self.architecture, layout, schedule_of(name))
+
+    def _runs(self, layout: Layout) -> tuple[int | None, ...]:
+        """Micro-batches in a run of the schedule: all, or as many as keep the bubble small; torch holds buffers for each."""
+        return (None, _RUN * layout.pp) if layout.pp > 1 else (None,)
 
     def _problems(self, choice: Choice) -> Iterator[tuple[str, str]]:
         layout, per_node = choice.layout, self.cluster.gpus_per_node

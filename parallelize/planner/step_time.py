@@ -93,7 +93,7 @@ def step_time(
         seconds(Elementwise(_OPTIMIZER_PASSES * _sharded_bytes(job, shapes, rank)), cluster, job.layout)
         for rank in range(job.layout.pp)
     )
-    return StepTime(compute, tp, fsdp, end - compute - tp, optimizer)
+    return StepTime(compute, tp, fsdp, max(0.0, end - compute - tp), optimizer)
 
 
 def _sharded_bytes(job: Job, shapes: Shapes, rank: int) -> int:
