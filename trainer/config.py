@@ -128,6 +128,11 @@ class LrSchedule(Section):
 
 
 class Parallel(Section):
+    layout: Literal["manual", "auto"] = Field(
+        "manual",
+        description='"auto": the planner chooses all keys of this section, micro-batch size and recompute for the GPUs '
+        "that are there, at the start of train",
+    )
     tp: Count = Field(1, description="tensor parallel degree")
     pp: Count = Field(1, description="pipeline stages (ranks)")
     cp: Count = Field(1, description="context parallel degree; only 1 for now")

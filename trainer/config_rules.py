@@ -84,6 +84,10 @@ def resolve_config(config: Config, world_size: int) -> Resolved:
             problems.extend(error.problems)
             return None
 
+    if config.parallel.layout == "auto":
+        problems.append(
+            'parallel.layout = "auto" is for train alone; use "manual" here, with what plan or a run has chosen'
+        )
     architecture = attempt(architecture_of, config)
     layout = attempt(layout_of, config.parallel, world_size)
     problems += _lr_problems(config)

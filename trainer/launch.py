@@ -81,9 +81,14 @@ def count_processes(config: Config, nproc: int | None, n_nodes: int) -> int:
 def _check(config: Config, nproc: int | None, n_nodes: int) -> int:
     """Everything about the config, this machine and the files that can be checked now. Returns nproc."""
     n_gpus, needed = count_gpus(), layout_needs(config.parallel)
-    if nproc is None and n_gpus and n_nodes == 1:
+    if nproc is None and n_gpus and n_nodes == 1 and config.parallel.layout == "manual":
         nproc = _most_gpus(config, n_gpus)
     nproc = count_processes(config, nproc, n_nodes)
+    if config.parallel.layout == "auto":  # the ranks choose it, and whether it fits
+        from trainer.auto_layout import without_layout
+
+        resolve_config(without_layout(config), 1)
+        return _check_surroundings(config, nproc)
     try:
         resolved = resolve_config(config, nproc * n_nodes)
     except UserError as error:
@@ -99,6 +104,10 @@ def _check(config: Config, nproc: int | None, n_nodes: int) -> int:
 
     gpu_bytes = _gpu_bytes() if n_gpus else None
     check_memory(resolved.architecture.n_params, config.precision, resolved.layout, nproc, gpu_bytes)
+    return _check_surroundings(config, nproc)
+
+
+def _check_surroundings(config: Config, nproc: int) -> int:
     check_files(config)
     _check_writable(config.job.output_dir)  # last: it makes the folder
     return nproc

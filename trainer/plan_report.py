@@ -87,7 +87,22 @@ def as_dict(planner: Planner, plan: Plan | None, *predictions: Prediction) -> di
 
 def _prediction_dict(prediction: Prediction) -> dict:
     job, layout = prediction.job, prediction.job.layout
+    config = prediction.choice.config
+    parallel = config.parallel.model_dump(
+        include={
+            "tp",
+            "pp",
+            "dp_shard",
+            "dp_replicate",
+            "schedule",
+            "virtual_stages",
+            "schedule_microbatches",
+            "balance",
+        }
+    )
     return {
+        "keys": {f"parallel.{key}": value for key, value in parallel.items()}
+        | {"training.micro_batch_size": job.micro_batch_size, "activation_checkpoint.mode": job.recompute},
         "pp": layout.pp, "dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "cp": layout.cp, "tp": layout.tp,
         "schedule": prediction.choice.config.parallel.schedule if layout.pp > 1 else None,
         "virtual_stages": job.virtual_stages, "layers_per_stage": list(job.layers_per_stage),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from parallelize.mesh import Mesh
+from trainer.auto_layout import choose_layout
 from trainer.build import build_model, build_train_step, compute_dtype
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_files import damage_in
@@ -51,6 +52,8 @@ def main(config: Config, stop: StopRequest) -> int:
 
 def _train(config: Config, device: torch.device, stop: StopRequest, watchdog: Watchdog) -> bool:
     """Returns whether the run has reached its last step."""
+    if config.parallel.layout == "auto":
+        config = choose_layout(config, device)
     resolved = resolve_config(config, dist.get_world_size())
     config = resolved.full_config(compute_dtype(config, device.type))
     resolved = replace(resolved, config=config)
