@@ -20,7 +20,9 @@ class Run:
 
     style: llama (SwiGLU, ZeRO-1, no dropout) or gpt (GELU, plain data parallelism, dropout, tied embeddings).
     ffn: width of an MLP. batches in sequences. kernel: of the attention: flash1, flash2, fused (softmax), torch.
-    fused_norm: RMSNorm in one kernel. drains: times that the pipeline runs empty in a step.
+    fused_norm: RMSNorm in one kernel. recompute: none, attention (the core alone) or layer.
+    drains: if above 1, the published time is that of so many pipelines, each of a part of the batch, with no
+    optimizer step.
     measured_s: seconds of a step, None where it ran out of memory.
     """
 
@@ -39,7 +41,7 @@ class Run:
     dp: int
     kernel: str = "fused"
     fused_norm: bool = True
-    recompute: bool = False
+    recompute: str = "none"
     sequence_parallel: bool = False
     drains: int = 1
     measured_s: float | None = None
@@ -73,6 +75,7 @@ class Kernels:
 
     flash1: float = 0.5  # efficiency of flash-attention 1, as a part of flash-attention 2's
     torch_norm: float = 1.5  # bytes that the unfused RMSNorm moves, over those of TORCH_NORM
+    zero1: float = 0.3  # speed of ZeRO-1's reductions and gathers, as a part of one ring over all of them
 
 
 # Bytes that each kernel reads and writes for one element, forward and backward.
@@ -184,15 +187,19 @@ def _total(operations: list, run: Run, cluster: Cluster) -> float:
 
 
 def stage_times(run: Run, cluster: Cluster, kernels: Kernels) -> list[StageTime]:
-    """By stage: its layers, the embedding on the first, the head on the last; recomputed layers run twice."""
+    """By stage: its layers, the embedding on the first, the head on the last; recomputed layers run again."""
     layer, head, embedding = (
         [_total(part, run, cluster) for part in operations]
         for operations in (layer_operations(run, kernels), head_operations(run, kernels), embedding_operations(run))
     )
-    overhead = cluster.calibration.microbatch_s / 2
+    overhead, again = cluster.calibration.microbatch_s / 2, 0.0
+    if run.recompute == "layer":
+        again = layer[0]
+    elif run.recompute == "attention":
+        again = _total(_attention(run, kernels)[0], run, cluster)
     times = []
     for stage, n_layers in enumerate(balance_uniform(run.n_layers, run.pp)):
-        forward, backward = overhead + n_layers * layer[0], overhead + n_layers * (layer[1] + run.recompute * layer[0])
+        forward, backward = overhead + n_layers * layer[0], overhead + n_layers * (layer[1] + again)
         for is_here, extra in ((stage == 0, embedding), (stage == run.pp - 1, head)):
             forward, backward = forward + is_here * extra[0], backward + is_here * extra[1]
         times.append(StageTime(forward, backward, 0.0))
@@ -219,22 +226,30 @@ def stage_parameters(run: Run, stage: int) -> float:
     return (n_layers * run.layer_parameters + ends * run.vocab * run.hidden) / run.tp
 
 
+def optimizer_seconds(run: Run, cluster: Cluster, kernels: Kernels) -> float:
+    """Gradients, optimizer and parameters of the largest stage, none of it overlapped."""
+    llama = run.style == "llama"
+    parameters = max(stage_parameters(run, stage) for stage in range(run.pp))
+    updates = [
+        Elementwise(int(14 * parameters)),  # gradients: norm, scaling and a copy
+        Elementwise(int(30 * parameters / (run.dp if llama else 1))),  # Adam, fp32 in and out
+    ]
+    size = int(2 * parameters)
+    sums = [Collective("all_reduce", "dp_shard", size)]
+    if llama:  # the reduction of the gradients, the gathering of the parameters
+        sums.append(Collective("all_gather", "dp_shard", size))
+    return _total(updates, run, cluster) + _total(sums, run, cluster) / (kernels.zero1 if llama else 1.0)
+
+
 def step_seconds(run: Run, cluster: Cluster, kernels: Kernels) -> float:
-    """One optimizer step: the pipeline, then gradients, optimizer and parameters, not overlapped."""
+    """One optimizer step: the pipeline, then the optimizer."""
     boundary = 2 * run.tokens * run.hidden
     if run.style == "gpt" or run.sequence_parallel:
         boundary //= run.tp  # each tensor-parallel rank sends its part (Megatron-LM's scatter-gather)
     send_s = seconds(Collective("send", "pp", boundary), cluster, run.layout)
-    parameters = max(stage_parameters(run, stage) for stage in range(run.pp))
-    after = [
-        Elementwise(int(14 * parameters)),  # gradients: norm, scaling and a copy
-        Elementwise(int(30 * parameters / (run.dp if run.style == "llama" else 1))),  # Adam, fp32 in and out
-        Collective("all_reduce", "dp_shard", int(2 * parameters)),
-    ]
-    if run.style == "llama":
-        after.append(Collective("all_gather", "dp_shard", int(2 * parameters)))
     pipeline = pipeline_seconds(run, stage_times(run, cluster, kernels), send_s)
-    return pipeline + _total(after, run, cluster) + cluster.calibration.step_s
+    after = optimizer_seconds(run, cluster, kernels) if run.drains == 1 else 0.0
+    return pipeline + after + cluster.calibration.step_s
 
 
 def activation_bytes(run: Run) -> tuple[float, float]:
@@ -243,12 +258,13 @@ def activation_bytes(run: Run) -> tuple[float, float]:
     The tensors that autograd saves, counted as in Korthikanti et al. 2022 (arXiv 2205.05198), for llama's kernels.
     """
     h = run.hidden
-    norms = 4 * h if run.fused_norm else 16 * h  # two norms' inputs; unfused, also their fp32 steps
-    attention = 12 * h / run.tp  # q, k, v, rotated q and k, output
+    # Around the matmuls: two residual sums, what was added to them, two norms' outputs; unfused norms' fp32 steps too.
+    outside = 12 * h if run.fused_norm else 26 * h
+    attention = 10 * h / run.tp  # q, k, v, output, one of them twice
     mlp = 8 * run.ffn / run.tp  # gate, up, silu, product
     # Of each score: bf16, fp32 softmax, bf16 again; in a fused kernel softmax's input, output and a copy.
     scores = {"torch": 8, "fused": 6}.get(run.kernel, 0) * run.micro_batch * run.n_heads / run.tp * run.seq_len**2
-    full = run.tokens * ((norms + 4 * h) / run.split_outside + attention + mlp) + scores
+    full = run.tokens * (outside / run.split_outside + attention + mlp) + scores
     return full, 2 * run.tokens * h / run.split_outside
 
 
@@ -256,15 +272,15 @@ def memory_bytes(run: Run) -> float:
     """Most that any stage's rank holds: ZeRO-1 state (bf16 weights and gradients, 12 bytes sharded over dp),
     activations in flight, and logits.
 
-    Logits are of the whole vocabulary on every rank, as bf16, fp32, softmax and gradient; where they were gathered
-    from tensor-parallel ranks, also the parts and their concatenation, forward and backward.
+    Logits are of the whole vocabulary on every rank: bf16, and in fp32 themselves, their softmax, its product with
+    the targets and the gradient; where gathered from tensor-parallel ranks, also the parts and their concatenation.
     """
     full, kept = activation_bytes(run)
-    logits = run.tokens * run.vocab * (2 + 4 + 4 + 4 + (8 if run.tp > 1 else 0))
+    logits = run.tokens * run.vocab * (2 + 4 + 4 + 4 + 4 + (10 if run.tp > 1 else 0))
     worst = 0.0
     for stage, n_layers in enumerate(balance_uniform(run.n_layers, run.pp)):
         in_flight = n_layers * min(run.n_microbatches, run.pp - stage)
-        activations = in_flight * kept + full if run.recompute else in_flight * full
+        activations = in_flight * kept + full if run.recompute == "layer" else in_flight * full
         state = stage_parameters(run, stage) * (2 + 2 + 12 / run.dp)
         worst = max(worst, state + activations + (logits if stage == run.pp - 1 else 0))
     return worst
