@@ -45,6 +45,7 @@ class Run:
     sequence_parallel: bool = False
     drains: int = 1
     measured_s: float | None = None
+    n_kv_heads: int | None = None  # None: as many as n_heads
 
     @property
     def layout(self) -> Layout:
@@ -60,8 +61,14 @@ class Run:
         return self.micro_batch * self.seq_len
 
     @property
+    def kv_width(self) -> int:
+        """Of keys, and of values."""
+        return self.hidden * (self.n_kv_heads or self.n_heads) // self.n_heads
+
+    @property
     def layer_parameters(self) -> int:
-        return self.hidden * (4 * self.hidden + (3 if self.style == "llama" else 2) * self.ffn)
+        mlp = (3 if self.style == "llama" else 2) * self.ffn
+        return self.hidden * (2 * self.hidden + 2 * self.kv_width + mlp)
 
     @property
     def split_outside(self) -> int:
@@ -75,7 +82,7 @@ class Kernels:
 
     flash1: float = 0.5  # efficiency of flash-attention 1, as a part of flash-attention 2's
     torch_norm: float = 1.5  # bytes that the unfused RMSNorm moves, over those of TORCH_NORM
-    zero1: float = 0.3  # speed of ZeRO-1's reductions and gathers, as a part of one ring over all of them
+    zero: float = 0.3  # speed of ZeRO's reductions and gathers over dp, as a part of one undisturbed ring
 
 
 # Bytes that each kernel reads and writes for one element, forward and backward.
@@ -119,7 +126,7 @@ def _attention(run: Run, kernels: Kernels) -> Operations:
     n_heads, s, d = run.n_heads // run.tp, run.seq_len, run.hidden // run.n_heads
     if run.kernel.startswith("flash"):
         work = run.micro_batch / (kernels.flash1 if run.kernel == "flash1" else 1)  # slower: as if it had more to do
-        forward = Attention(work, n_heads, n_heads, s, d)
+        forward = Attention(work, n_heads, n_heads * run.kv_width // run.hidden, s, d)
         return [forward], [replace(forward, backward=True)]
     rows = run.micro_batch * n_heads * s
     scores, values = Matmul(rows, d, s), Matmul(rows, s, d)
@@ -147,8 +154,8 @@ def layer_operations(run: Run, kernels: Kernels) -> Operations:
     return _join(
         [
             _norm(run, kernels),
-            _linear(tokens, h, 3 * h // tp),
-            _elementwise(ROTARY if llama else BIAS, tokens * 2 * h / tp),
+            _linear(tokens, h, (h + 2 * run.kv_width) // tp),
+            _elementwise(ROTARY if llama else BIAS, tokens * (h + run.kv_width) / tp),
             _attention(run, kernels),
             _linear(tokens, h // tp, h),
             _tp_sum(run),
@@ -238,7 +245,7 @@ def optimizer_seconds(run: Run, cluster: Cluster, kernels: Kernels) -> float:
     sums = [Collective("all_reduce", "dp_shard", size)]
     if llama:  # the reduction of the gradients, the gathering of the parameters
         sums.append(Collective("all_gather", "dp_shard", size))
-    return _total(updates, run, cluster) + _total(sums, run, cluster) / (kernels.zero1 if llama else 1.0)
+    return _total(updates, run, cluster) + _total(sums, run, cluster) / (kernels.zero if llama else 1.0)
 
 
 def step_seconds(run: Run, cluster: Cluster, kernels: Kernels) -> float:

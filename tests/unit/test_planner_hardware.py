@@ -1,7 +1,12 @@
 """The planner's hardware table, where mesh axes lie on it, and what operations cost. Starts no process."""
 
+from dataclasses import replace
+
 import pytest
 
+from benchmarks.calibrate import START, Constants, fit
+from benchmarks.planner_peers import interleaving_gain, peers
+from benchmarks.published_runs import read_folder
 from parallelize.layout import Layout
 from parallelize.planner.hardware import cluster_of
 from parallelize.planner.op_time import seconds
@@ -67,7 +72,7 @@ def test_collectives_go_at_their_slowest_link():
 def test_every_calibration_says_where_it_comes_from():
     assert {gpu: cluster_of(gpu, 1).calibration.label.split(" (")[0] for gpu in ("a100", "a100-40", "h100", "h200", "b200")} == {
         "a100": "calibrated on published A100 runs", "a100-40": "calibrated on published A100 runs",
-        "h100": "uncalibrated", "h200": "uncalibrated", "b200": "uncalibrated",
+        "h100": "calibrated on published H100 runs", "h200": "uncalibrated", "b200": "uncalibrated",
     }  # fmt: skip
 
 
@@ -80,7 +85,11 @@ def test_a_file_overrides_any_number(tmp_path):
         12.5e9,
         450e9,
     )
-    assert (cluster.n_nodes, cluster.gpus_per_node, cluster.calibration.label[:12]) == (2, 4, "uncalibrated")
+    assert (cluster.n_nodes, cluster.gpus_per_node, cluster.calibration.label[-21:]) == (
+        2,
+        4,
+        ", changed by ours.toml"[1:],
+    )
     path.write_text('base = "a100"\n[calibration]\nmatmul_efficiency = 0.7\n')
     assert cluster_of(str(path), 1).calibration.label == "set by ours.toml"
 
@@ -115,3 +124,48 @@ def test_no_such_gpu_or_file():
         cluster_of("absent.toml", 1)
     with pytest.raises(ValueError, match="0 nodes of 8 GPUs"):
         cluster_of("a100", 0)
+
+
+LLAMA_COLUMNS = (
+    "World Size,Average Step Time,activation_checkpointing_type,kernel,micro_batch_size,model_parallel_size,"
+    "pipe_parallel_size,file,sequence_parallel"
+)
+GPT_COLUMNS = (
+    "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,"
+    "data parallelism,pipeline parallelism,iteration time (ms)"
+)
+
+
+def test_published_rows_are_read_by_their_columns(tmp_path):
+    with pytest.raises(ValueError, match="no .csv file of published runs here; give their folder with --published"):
+        read_folder(tmp_path)
+    (tmp_path / "a.csv").write_text(
+        f"{LLAMA_COLUMNS}\n64,OOM Error,every_layer,flash_attention2 + RMS kernel,2,4,2,llama_30B_8k_seq,True\n"
+    )
+    (tmp_path / "b.csv").write_text(
+        f"{GPT_COLUMNS}\n16,64,2,1024,16,24,2048,2,4,2,500\n16,64,4,1024,16,24,2048,2,4,2,900\n"
+    )
+    llama, quick, slow = read_folder(tmp_path)
+    assert (llama.run.layout, llama.run.hidden, llama.run.n_microbatches) == (Layout(pp=2, dp_shard=8, tp=4), 6656, 32)
+    assert (llama.run.kernel, llama.run.recompute, llama.run.measured_s) == ("flash2", "layer", None)
+    assert (quick.run.n_microbatches, quick.run.measured_s, quick.disturbed) == (8, 0.5, "") and slow.disturbed
+
+
+def test_a_fit_finds_the_constants_behind_made_up_times(tmp_path):
+    rows = [f"64,512,{mb},3072,32,30,2048,{tp},{64 // tp},1,1" for tp in (1, 2, 4, 8) for mb in (2, 4, 8)]
+    (tmp_path / "made_up.csv").write_text("\n".join([GPT_COLUMNS, *rows]))
+    truth = Constants().with_values({"matmul_efficiency": 0.6, "node_link_efficiency": 0.4})
+    runs = [row.run for row in read_folder(tmp_path)]
+    runs = [replace(run, measured_s=truth.step_seconds(run)) for run in runs]
+    found = fit(runs, ["matmul_efficiency", "node_link_efficiency"], Constants(START), weights=100.0)
+    assert found.calibration.matmul_efficiency == pytest.approx(0.6, rel=0.02)
+    assert found.calibration.node_link_efficiency == pytest.approx(0.4, rel=0.05)
+
+
+def test_ratios_that_published_runs_confirm():
+    assert interleaving_gain(8, 8) == pytest.approx(
+        (8 + 7) / (8 + 7 / 2)
+    )  # bubbles: pp - 1, halved by two stages a rank
+    speed = {(peer.row, peer.name.split(", ")[1]): peer.predicted for peer in peers() if peer.row in (12, 13)}
+    gains = [speed[12, f"{n} GPUs"] / speed[13, f"{n} GPUs"] for n in (384, 768, 1536)]
+    assert 1 < gains[0] < gains[1] < gains[2]  # tensor x pipeline parallel over ZeRO-3, by more at scale
