@@ -81,6 +81,9 @@ H100_CALIBRATION = dataclasses.replace(
 )
 _CARRIED_OVER = dataclasses.replace(H100_CALIBRATION, label="uncalibrated (H100 efficiencies)")
 
+# A CPU core computes in fp32 whatever it is told; enough to tell layouts of the debug model apart.
+_CPU_CALIBRATION = dataclasses.replace(A100_CALIBRATION, label="uncalibrated (a CPU)", launch_s=20e-6)
+
 # A step of a ring: NCCL's own model has some 5 us over NVLink and 10 to 15 us over InfiniBand (tuning.cc).
 _NODE_LATENCY_S, _NETWORK_LATENCY_S = 5e-6, 10e-6
 
@@ -95,6 +98,7 @@ _TABLE = {
     "h200": (Gpu("h200", 989.5e12, 141e9, 4800e9), 450e9, 50e9, _CARRIED_OVER),
     # NVIDIA HGX B200 (8 GPUs): 36 PFLOP/s with sparsity, 1.44 TB, 62 TB/s; NVLink5 1.8 TB/s; DGX B200: 8 x 400 Gb/s.
     "b200": (Gpu("b200", 2250e12, 180e9, 7750e9), 900e9, 50e9, _CARRIED_OVER),
+    "cpu": (Gpu("cpu", 80e9, 4 * GIB, 10e9), 1e9, 0.1e9, _CPU_CALIBRATION),
 }
 
 

@@ -10,10 +10,15 @@ HALF_HEAD_DIM = 16
 
 
 def seconds(operation: Operation, cluster: Cluster, layout: Layout) -> float:
-    """Seconds of ``operation`` alone on one device of ``cluster``, in a run of ``layout``.
+    """Seconds of ``operation`` alone on one device of ``cluster``, in a run of ``layout``, from its launch on.
 
     To be shown with ``cluster.calibration.label``.
     """
+    return max(busy_seconds(operation, cluster, layout), cluster.calibration.launch_s)
+
+
+def busy_seconds(operation: Operation, cluster: Cluster, layout: Layout) -> float:
+    """Seconds that ``operation`` keeps the device busy, launched long before."""
     if isinstance(operation, Collective):
         return _collective(operation, cluster, layout)
     if isinstance(operation, Matmul):
@@ -24,7 +29,7 @@ def seconds(operation: Operation, cluster: Cluster, layout: Layout) -> float:
         busy = _memory(operation.bytes, cluster)
     else:
         raise TypeError(f"not an operation: {operation!r}")
-    return max(busy, cluster.calibration.launch_s)
+    return busy
 
 
 def _memory(n_bytes: float, cluster: Cluster) -> float:

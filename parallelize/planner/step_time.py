@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from parallelize.layout import Layout
 from parallelize.planner.hardware import Cluster
 from parallelize.planner.numbers import Job, ModelNumbers, Shapes, UnitTrace, gathered_elements, sharded_elements
-from parallelize.planner.op_time import seconds
+from parallelize.planner.op_time import busy_seconds, seconds
 from parallelize.planner.operations import Collective, Elementwise, Operation, scaled
 from parallelize.planner.replay import StageTime, action_orders, replay
 
@@ -53,24 +53,25 @@ class StepTime:
 def unit_time(trace: UnitTrace, batch: int, cluster: Cluster, layout: Layout) -> UnitTime:
     """Of ``batch`` sequences, from the trace of one. Of the layout, only tp matters."""
 
-    def split(operations: Mapping[Operation, int]) -> tuple[float, float]:
-        compute = communicate = 0.0
+    def split(operations: Mapping[Operation, int], weight: float = 0.0) -> tuple[float, float]:
+        """(computing, communicating); no less in all than Python needs to launch it."""
+        compute, communicate = weight, 0.0
         for operation, count in operations.items():
-            spent = count * seconds(scaled(operation, batch), cluster, layout)
+            spent = count * busy_seconds(scaled(operation, batch), cluster, layout)
             if isinstance(operation, Collective):
                 communicate += spent
             else:
                 compute += spent
-        return compute, communicate
+        launching = sum(operations.values()) * cluster.calibration.launch_s
+        return max(compute, launching - communicate), communicate
 
     # A weight's gradient sums over tokens: not its rows grow with the batch but its inner dim.
     others = {operation: count - trace.weight.get(operation, 0) for operation, count in trace.backward.items()}
     weight = sum(
-        count * seconds(replace(operation, k=operation.k * batch), cluster, layout)
+        count * busy_seconds(replace(operation, k=operation.k * batch), cluster, layout)
         for operation, count in trace.weight.items()
     )
-    backward, backward_tp = split(others)
-    return UnitTime(*split(trace.forward), backward + weight, backward_tp, weight)
+    return UnitTime(*split(trace.forward), *split(others, weight), weight)
 
 
 def busiest_s(job: Job, times: Mapping[str, UnitTime]) -> float:
