@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trainer.build import compute_dtype
 from trainer.config import ActivationCheckpoint, Config, Parallel
 from trainer.config_load import dump_config
 from trainer.errors import UserError
@@ -27,7 +28,8 @@ def choose_layout(config: Config, device: torch.device) -> Config:
     """
     keys = on_main_rank(_plan, config, device)
     if dist.get_rank() == 0:
-        print(f"planned     {' '.join(f'--{key}={value}' for key, value in keys.items())}", flush=True)
+        shown = " ".join(f"--{key}={value}" for key, value in keys.items() if value is not None)
+        print(f"planned     {shown}", flush=True)
     return _with(config, keys)
 
 
@@ -58,7 +60,7 @@ def _plan(config: Config, device: torch.device) -> dict:
         )
     with tempfile.TemporaryDirectory(prefix="meshloom-plan-") as folder:
         written = Path(folder) / "config.toml"
-        manual = _with(config, {})
+        manual = _with(config, {"precision.compute": compute_dtype(config, device.type)})
         written.write_text(dump_config(manual), encoding="utf-8")
         command = [
             sys.executable, "-m", "trainer", "plan", "--config", str(written), "--json", "--top", "1",
