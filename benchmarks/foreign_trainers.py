@@ -262,7 +262,7 @@ def step_seconds(run: Run, cluster: Cluster, kernels: Kernels) -> float:
 def activation_bytes(run: Run) -> tuple[float, float]:
     """Kept of one layer and micro-batch for the backward: without recomputation, and with.
 
-    The tensors that autograd saves, counted as in Korthikanti et al. 2022 (arXiv 2205.05198), for llama's kernels.
+    The tensors that autograd saves, counted as in arXiv 2205.05198, for llama's kernels.
     """
     h = run.hidden
     # Around the matmuls: two residual sums, what was added to them, two norms' outputs; unfused norms' fp32 steps too.

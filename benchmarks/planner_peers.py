@@ -99,7 +99,7 @@ class Peer:
             return step_s
         if self.unit == "tps":
             return n_tokens / step_s / n_gpus
-        # Narayanan et al. 2021, equation 3: 96 B s l h^2 (1 + s / 6h + V / 16 l h), a forward more for recomputation
+        # arXiv 2104.04473, equation 3: 96 B s l h^2 (1 + s / 6h + V / 16 l h), a forward more for recomputation
         h, n_layers = run.hidden, run.n_layers
         ends = 1 + run.seq_len / (6 * h) + run.vocab / (16 * n_layers * h)
         return 96 * n_tokens * n_layers * h * h * ends / step_s / n_gpus / 1e12

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.foreign_trainers import Run
 
-# Touvron et al. 2023, table 2, and LLaMA's released shapes: hidden, layers, heads, ffn.
+# LLaMA (arXiv 2302.13971), table 2, and its released shapes: hidden, layers, heads, ffn.
 LLAMA = {"7B": (4096, 32, 32, 11008), "13B": (5120, 40, 40, 13824), "30B": (6656, 60, 52, 17920), "65B": (8192, 80, 64, 22016)}  # fmt: skip
 LLAMA_VOCAB = 128_000  # these runs' own; it gives back their table's MFU
 LLAMA_BATCH = {2048: 2048, 8192: 512}  # sequence length -> sequences a step; likewise
@@ -47,7 +47,12 @@ def read_folder(folder: Path) -> list[Row]:
 
 
 def _llama(cells: dict) -> Row:
-    name = re.search(r"llama_(\d+B)", cells["file"])[1]
+    found = re.search(r"llama_(\d+B)", cells["file"])
+    if not found or found[1] not in LLAMA:
+        raise ValueError(
+            f"file = {cells['file']!r}: not a model known here; add its shape to LLAMA: {', '.join(LLAMA)}"
+        )
+    name = found[1]
     hidden, n_layers, n_heads, ffn = LLAMA[name]
     seq_len = 8192 if "8k_seq" in cells["file"] else 2048
     n_gpus, kernel, time = int(cells["World Size"]), cells["kernel"], cells["Average Step Time"]

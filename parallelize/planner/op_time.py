@@ -59,7 +59,7 @@ def _collective(operation: Collective, cluster: Cluster, layout: Layout) -> floa
     """The ring algorithm: every rank passes on (n - 1) / n of the tensor, twice in an all_reduce.
 
     Of a group that crosses nodes, each member on a node leads one ring out through its own share of the network:
-    rings cross at ``members`` x its bandwidth, up to the node link's. (Thakur et al. 2005; NCCL's ring channels.)
+    rings cross at ``members`` x its bandwidth, up to the node link's. (NCCL's ring channels.)
     """
     degree = getattr(layout, operation.axis)
     if degree == 1:
