@@ -13,7 +13,7 @@ from parallelize.planner.hardware import Calibration, cluster_of
 START = Calibration(
     label="start", matmul_efficiency=0.8, matmul_half_size=64, attention_efficiency=0.7, attention_half_seq=512,
     attention_backward=0.8, memory_efficiency=0.8, launch_s=3e-5, node_link_efficiency=0.7,
-    network_link_efficiency=0.6, microbatch_s=0.01, step_s=0.02,
+    network_link_efficiency=0.6, microbatch_s=0.01, step_s=0.02, fsdp_exposed=0.6,
 )  # fmt: skip
 CALIBRATED = {field.name for field in dataclasses.fields(Calibration)}
 PULL = 0.05  # weight of a factor e away from START, in squared relative errors

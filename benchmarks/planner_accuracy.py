@@ -23,7 +23,7 @@ from benchmarks.foreign_trainers import Kernels, memory_bytes  # noqa: E402
 from benchmarks.published_runs import Row, read_folder  # noqa: E402
 from parallelize.planner.hardware import A100_CALIBRATION, GIB  # noqa: E402
 
-NAMES = [*sorted(CALIBRATED - {"label"}), *(field.name for field in fields(Kernels))]
+NAMES = [*sorted(CALIBRATED - {"label", "fsdp_exposed"}), *(field.name for field in fields(Kernels))]
 # Of all files: LLaMA's and several nodes' rows matter, the many of one node less.
 WEIGHTS = {"llama": 1.0, "gpt": 3.0, "gpt, one node": 0.03}
 

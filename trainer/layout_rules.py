@@ -61,9 +61,14 @@ class Choice:
 def layout_problems(choice: Choice) -> Iterator[tuple[str, str]]:
     """Every (reason, problem) of a choice."""
     for rule in RULES:
-        if choice.architecture is not None or not rule.of_the_model:
+        if not rule.advice and (choice.architecture is not None or not rule.of_the_model):
             for problem in rule.problems(choice):
                 yield rule.reason, problem
+
+
+def layout_advice(choice: Choice) -> list[str]:
+    """What runs, but could be better, of a choice without problems."""
+    return [text for rule in RULES if rule.advice for text in rule.problems(choice)]
 
 
 def _global_batch(choice: Choice) -> Iterator[str]:
@@ -192,6 +197,32 @@ def _vocabulary(choice: Choice) -> Iterator[str]:
         )
 
 
+def _short_pipeline(choice: Choice) -> Iterator[str]:
+    pp, n = choice.layout.pp, choice.n_in_a_run
+    if pp > 1 and n < 4 * pp:
+        yield (
+            f"{n} micro-batches for {pp} pipeline ranks leave much of the step idle: raise training.global_batch_size, or "
+            "lower micro_batch_size, dp or pp"
+        )
+
+
+def _many_buffers(choice: Choice) -> Iterator[str]:
+    if choice.layout.pp > 1 and choice.n_in_a_run > 16 * choice.layout.pp:
+        yield (
+            f"torch holds a receive buffer for each of the {choice.n_in_a_run} micro-batches: "
+            f"parallel.schedule_microbatches = {8 * choice.layout.pp} would do with fewer"
+        )
+
+
+def _odd_vocabulary(choice: Choice) -> Iterator[str]:
+    rows = choice.architecture.vocab_size / choice.layout.tp
+    if rows % 64:
+        yield (
+            f"vocab_size = {choice.architecture.vocab_size} over tp = {choice.layout.tp} is no multiple of 64, on which "
+            "matmuls of a GPU are fastest"
+        )
+
+
 def _powers_of_two_in(value: int) -> str:
     powers = [2**k for k in range(int(math.log2(value)) + 1) if value % 2**k == 0]
     return " or ".join(map(str, powers)) if len(powers) > 1 else "1"
@@ -199,11 +230,12 @@ def _powers_of_two_in(value: int) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """of_the_model: it looks at the architecture."""
+    """of_the_model: it looks at the architecture. advice: what it says is no reason not to run."""
 
     reason: str
     problems: Callable[[Choice], Iterator[str]]
     of_the_model: bool = False
+    advice: bool = False
 
 
 RULES = (
@@ -216,4 +248,7 @@ RULES = (
     Rule("tp does not divide the sequence", _sequence),
     Rule("tp does not divide the vocabulary", _vocabulary, of_the_model=True),
     Rule("more stages than layers", _layers, of_the_model=True),
+    Rule("few micro-batches for the pipeline", _short_pipeline, advice=True),
+    Rule("receive buffers of many micro-batches", _many_buffers, advice=True),
+    Rule("a vocabulary that matmuls are slower on", _odd_vocabulary, of_the_model=True, advice=True),
 )

@@ -6,6 +6,7 @@ from parallelize.planner.memory import RankMemory
 from parallelize.planner.topology import node_map
 from trainer.errors import UserError
 from trainer.hardware import GIB
+from trainer.layout_rules import layout_advice
 from trainer.planner import Plan, Planner, Prediction
 from trainer.traced_rank import TracedRank
 
@@ -16,6 +17,7 @@ _TIME = {
     "fsdp": "FSDP communication not hidden",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
+    "other": "between steps",
 }
 
 
@@ -56,6 +58,7 @@ def explain_text(planner: Planner, prediction: Prediction) -> str:
     lines = [_heading(planner), "", _name(prediction)]
     lines += [
         f"{prediction.time.total_s:.2f} s a step, {prediction.tokens_per_s:,.0f} tokens/s, MFU {100 * prediction.mfu:.1f}%. {verdict}",
+        *(f"advice: {text}" for text in layout_advice(prediction.choice)),
         *_details(planner, prediction),
     ]
     return "\n".join(lines)

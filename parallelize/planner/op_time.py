@@ -14,7 +14,8 @@ def seconds(operation: Operation, cluster: Cluster, layout: Layout) -> float:
 
     To be shown with ``cluster.calibration.label``.
     """
-    return max(busy_seconds(operation, cluster, layout), cluster.calibration.launch_s)
+    busy = busy_seconds(operation, cluster, layout)
+    return busy if isinstance(operation, Collective) else max(busy, cluster.calibration.launch_s)
 
 
 def busy_seconds(operation: Operation, cluster: Cluster, layout: Layout) -> float:

@@ -36,7 +36,8 @@ class StepTime:
     """Seconds of one optimizer step on the busiest pipeline rank.
 
     compute: matmuls, attention, elementwise work. tp: tensor-parallel collectives, none of them hidden. fsdp: what of
-    FSDP2's gathers and reductions computation does not hide. bubble: waiting for other stages, sends included.
+    FSDP2's gathers and reductions computation does not hide. bubble: waiting for other stages, sends included. other: data
+    and logging.
     """
 
     compute_s: float
@@ -44,10 +45,11 @@ class StepTime:
     fsdp_s: float
     bubble_s: float
     optimizer_s: float
+    other_s: float
 
     @property
     def total_s(self) -> float:
-        return self.compute_s + self.tp_s + self.fsdp_s + self.bubble_s + self.optimizer_s
+        return sum(vars(self).values())
 
 
 def unit_time(trace: UnitTrace, batch: int, cluster: Cluster, layout: Layout) -> UnitTime:
@@ -94,7 +96,7 @@ def step_time(
         seconds(Elementwise(_OPTIMIZER_PASSES * _sharded_bytes(job, shapes, rank)), cluster, job.layout)
         for rank in range(job.layout.pp)
     )
-    return StepTime(compute, tp, fsdp, max(0.0, end - compute - tp), optimizer)
+    return StepTime(compute, tp, fsdp, max(0.0, end - compute - tp), optimizer, cluster.calibration.step_s)
 
 
 def _sharded_bytes(job: Job, shapes: Shapes, rank: int) -> int:
@@ -118,20 +120,25 @@ def _fsdp_times(job: Job, shapes: Shapes, cluster: Cluster) -> dict[str, tuple[f
 
 
 def _in_turn(job: Job, shapes: Shapes, times: Mapping[str, UnitTime], cluster: Cluster):
-    """A gather is hidden behind the unit before it, a reduction behind the one after it; both share one link."""
+    """A gather runs beside the unit before it, a reduction beside the one after it; both share one link."""
     fsdp = _fsdp_times(job, shapes, cluster)
     units = job.units_of(0)
+
+    def not_hidden(traffic: float, behind: float) -> float:
+        return max(0.0, traffic - behind) + cluster.calibration.fsdp_exposed * min(traffic, behind)
+
     exposed = fsdp[units[0]][0]
     for before, unit in zip(units, units[1:]):
-        exposed += max(0.0, fsdp[unit][0] - times[before].forward_s - times[before].forward_tp_s)
+        exposed += not_hidden(fsdp[unit][0], times[before].forward_s + times[before].forward_tp_s)
     reducing = 0.0
     backwards = units[::-1]
     for index, unit in enumerate(backwards):
         gathers = fsdp[backwards[index + 1]][0] if job.reshard and index + 1 < len(backwards) else 0.0
-        exposed += max(0.0, gathers + reducing - times[unit].backward_s - times[unit].backward_tp_s)
+        exposed += not_hidden(gathers + reducing, times[unit].backward_s + times[unit].backward_tp_s)
         reducing = fsdp[unit][1]
     exposed += reducing  # of the embedding, with nothing behind it
-    compute = job.n_microbatches * sum(times[unit].forward_s + times[unit].backward_s for unit in units)
+    beyond = cluster.calibration.microbatch_s
+    compute = job.n_microbatches * (beyond + sum(times[unit].forward_s + times[unit].backward_s for unit in units))
     tp = job.n_microbatches * sum(times[unit].forward_tp_s + times[unit].backward_tp_s for unit in units)
     return job.n_microbatches * exposed, [(compute, tp)], compute + tp
 
@@ -144,9 +151,11 @@ def _pipelined(job: Job, model: ModelNumbers, shapes: Shapes, times: Mapping[str
         of_stage = [times[unit] for unit in job.units_of(stage)]
         weight = sum(time.weight_s for time in of_stage)
         backward = sum(time.backward_s + time.backward_tp_s for time in of_stage)
-        forward = sum(time.forward_s + time.forward_tp_s for time in of_stage)
+        beyond = cluster.calibration.microbatch_s / 2
+        forward = beyond + sum(time.forward_s + time.forward_tp_s for time in of_stage)
+        backward += beyond
         stage_times.append(StageTime(forward, backward - weight, weight))
-        compute = sum(time.forward_s + time.backward_s for time in of_stage)
+        compute = 2 * beyond + sum(time.forward_s + time.backward_s for time in of_stage)
         tp = sum(time.forward_tp_s + time.backward_tp_s for time in of_stage)
         busy[rank] = (busy[rank][0] + job.n_microbatches * compute, busy[rank][1] + job.n_microbatches * tp)
         # Gathered once a run, the first unit before anything else; reduced after the last backward.
