@@ -12,7 +12,6 @@ from parallelize.layout import Layout
 from parallelize.planner.hardware import Cluster
 from parallelize.planner.memory import RankMemory, rank_memory
 from parallelize.planner.numbers import ElementBytes, Job, ModelNumbers, Shapes, UnitTrace, with_one_table
-from parallelize.planner.replay import action_orders
 from parallelize.planner.step_time import StepTime, UnitTime, busiest_s, step_time, unit_time
 from parallelize.schedules import schedule_of
 from trainer.build import treatment_of
@@ -191,11 +190,7 @@ class Planner:
 
     def _memory(self, job: Job, rank: int, traces: dict[str, UnitTrace] | None = None) -> RankMemory:
         traces = traces or self.units.traces(job.layout.tp, job.recompute, job.micro_batch_size)
-        orders = ()
-        if job.layout.pp > 1:
-            n_in_a_run = job.n_microbatches // job.n_schedule_runs
-            orders = action_orders(job.schedule, job.layout.pp, job.virtual_stages, n_in_a_run)
-        return rank_memory(job, self.numbers, self.shapes_of(job), traces, orders, rank)
+        return rank_memory(job, self.numbers, self.shapes_of(job), traces, job.orders(), rank)
 
     def shapes_of(self, job: Job) -> Shapes:
         """Parameters by unit, as the job holds them."""

@@ -32,15 +32,22 @@ def collectives(
             sizes[axis, kind] += count * size
 
     stages = [stage for stage, rank in enumerate(job.stage_ranks) if rank == pp_rank]
-    units = [unit for stage in stages for unit in job.units_of(stage)]
-    for unit in units:
+    units = [(stage, unit) for stage in stages for unit in job.units_of(stage)]
+    names = [unit for _, unit in units]
+    for _, unit in units:
         for operations in (traces[unit].forward, traces[unit].backward):
             for operation, count in operations.items():
                 if isinstance(operation, Collective):
                     add(operation.axis, operation.kind, count * job.n_microbatches, operation.bytes)
     # With a pipeline FSDP2 works once a run, else once a micro-batch, and gathers again what it has freed.
     times = job.n_schedule_runs if job.layout.pp > 1 else job.n_microbatches
-    for index, unit in enumerate(units):
+    gathers = Counter({stage: times for stage in stages})
+    if job.layout.pp > 1:
+        actions = job.orders()[pp_rank]
+        gathers = Counter(
+            {stage: times * count for stage, count in Counter(a.stage for a in actions if a.kind == "U").items()}
+        )
+    for index, (stage, unit) in enumerate(units):
         if not shapes[unit]:
             continue
         # Summed when they are reduced: as they were computed, or as they have been added up.
@@ -49,8 +56,8 @@ def collectives(
             if shape.summed:
                 add("tp", "all_reduce", times, math.prod(shape.dims) * element)
         whole = gathered_elements(shapes[unit], job.layout.dp_shard)
-        again = job.reshard and not stays_gathered(units, index, shapes, model, job)
-        add("dp_shard", "all_gather", times * (1 + again), whole * job.elements.compute)
+        again = job.reshard and not stays_gathered(names, index, shapes, model, job)
+        add("dp_shard", "all_gather", gathers[stage] * (1 + again), whole * job.elements.compute)
         add("dp_shard", "reduce_scatter", times, whole * job.elements.reduce)
         add("dp_replicate", "all_reduce", times, whole // job.layout.dp_shard * job.elements.reduce)
     for stage in stages:

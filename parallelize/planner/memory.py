@@ -62,7 +62,7 @@ class _Unit:
 def rank_memory(
     job: Job, model: ModelNumbers, shapes: Shapes, traces: Mapping[str, UnitTrace], orders: Orders, pp_rank: int
 ) -> RankMemory:
-    """Memory of pipeline rank ``pp_rank``; ``orders``: the schedule's actions by rank, () without a pipeline."""
+    """Memory of pipeline rank ``pp_rank``; ``orders``: actions by rank, with gathers; () without a pipeline."""
     stages = [stage for stage, rank in enumerate(job.stage_ranks) if rank == pp_rank]
     units = {}
     for stage in stages:
@@ -148,13 +148,14 @@ class _Held:
 def _pipelined(job: Job, units: dict[int, list[_Unit]], actions, output: int):
     """Moments (gradients, gathered, activations, logits) of a schedule. output: bytes of a micro-batch's logits.
 
-    Parameters stay gathered, and gradients, which a stage's first backward makes, add up whole, until the last
-    micro-batch of a run.
+    Parameters are gathered as ``actions`` say, and gradients, which a stage's first backward makes, add up whole until
+    the last micro-batch of a run.
     """
     own = [unit for of_stage in units.values() for unit in of_stage]
     sharded = sum(unit.sharded for unit in own) * job.elements.param
     earlier = sharded if job.n_schedule_runs > 1 else 0
-    parameters, gradients = sum(unit.gathered for unit in own), 0
+    parameters = gradients = 0
+    gathered = {stage: sum(unit.gathered for unit in of_stage) for stage, of_stage in units.items()}
     kept, forward, backward, first_backward = {}, {}, {}, {}
     for stage, of_stage in units.items():
         held, forwards, backwards, firsts = _Held(), [], [], []
@@ -176,6 +177,10 @@ def _pipelined(job: Job, units: dict[int, list[_Unit]], actions, output: int):
     begun: set[int] = set()
     to_come = Counter(stage for stage, kind, _ in actions if kind in "BW")
     for stage, kind, _ in actions:
+        if kind in "UR":
+            # What is freed after the last backward is gone already.
+            parameters += gathered[stage] if kind == "U" else -gathered[stage] if to_come[stage] else 0
+            continue
         more = (forward if kind == "F" else backward if stage in begun else first_backward)[stage]
         yield earlier, parameters + gradients + more[0], activations + more[1], logits + more[2]
         if kind != "I":

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from parallelize.layout import Layout
 from parallelize.planner.operations import Operation
+from parallelize.planner.replay import Orders, orders_with_gathers
 from parallelize.schedules import Schedule
 
 UNITS = ("embedding", "block", "head")  # what a decoder is made of: one embedding, blocks, one head (norm and output)
@@ -110,6 +111,13 @@ class Job:
     @property
     def stage_ranks(self) -> tuple[int, ...]:
         return self.schedule.stage_ranks(self.layout.pp, self.n_stages) if self.layout.pp > 1 else (0,)
+
+    def orders(self) -> Orders:
+        """The actions of one run of the schedule, by pipeline rank, with gathers; () without a pipeline."""
+        if self.layout.pp == 1:
+            return ()
+        n_in_a_run = self.n_microbatches // self.n_schedule_runs
+        return orders_with_gathers(self.schedule, self.layout.pp, self.virtual_stages, n_in_a_run)
 
     def hidden_bytes(self, dim: int) -> int:
         """Of what one stage sends to the next: one micro-batch's residual stream on one rank."""

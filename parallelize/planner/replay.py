@@ -98,6 +98,42 @@ def _torch_orders(name: str, pp: int, virtual_stages: int, n_microbatches: int) 
     return tuple(orders)
 
 
+_GATHERED = 3  # stages of a rank whose parameters torch's runtime holds gathered, at most
+
+
+@functools.lru_cache(maxsize=1024)
+def orders_with_gathers(schedule: Schedule, pp: int, virtual_stages: int, n_microbatches: int) -> Orders:
+    """``action_orders`` with the stages' parameters gathered ("U") and freed ("R") in between, micro-batch -1.
+
+    As torch's runtime places them, without its copies of all that is to come, whose time grows with the square.
+    """
+    orders = action_orders(schedule, pp, virtual_stages, n_microbatches)
+    if getattr(schedule, "name", None) in ("GPipe", "1F1B"):  # by FSDP2 itself, at the first forward, for good
+        return tuple((Action(actions[0].stage, "U", -1), *actions) for actions in orders)
+    return tuple(map(_with_gathers, orders))
+
+
+def _with_gathers(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+    result: list[Action] = []
+    gathered: list[int] = []
+    n_gathered = min(_GATHERED, len({action.stage for action in actions}))
+    for index, action in enumerate(actions):
+        needed: list[int] = []  # the stages of this action and those after it
+        for following in range(index, len(actions)):
+            if actions[following].stage not in needed:
+                needed.append(actions[following].stage)
+                if len(needed) == n_gathered:
+                    break
+        for stage in [stage for stage in gathered if stage not in needed and n_gathered == _GATHERED]:
+            gathered.remove(stage)
+            result.append(Action(stage, "R", -1))
+        for stage in [stage for stage in needed if stage not in gathered]:
+            gathered.append(stage)
+            result.append(Action(stage, "U", -1))
+        result.append(action)
+    return (*result, *(Action(stage, "R", -1) for stage in gathered))
+
+
 def replay(orders: Orders, stage_times: Sequence[StageTime], send_s: float = 0.0) -> Replay:
     """When each action runs, if a rank starts the next of its own as soon as its inputs are there.
 

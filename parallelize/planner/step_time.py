@@ -1,5 +1,6 @@
 """Seconds of a training step: units' operations by the roofline, put together by the pipeline schedule. Loads no torch."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -147,6 +148,7 @@ def _pipelined(job: Job, model: ModelNumbers, shapes: Shapes, times: Mapping[str
     stage_times, busy = [], [(0.0, 0.0)] * job.layout.pp
     fsdp = _fsdp_times(job, shapes, cluster)
     exposed = [0.0] * job.layout.pp
+    n_gathers = Counter(action.stage for actions in job.orders() for action in actions if action.kind == "U")
     for stage, rank in enumerate(job.stage_ranks):
         of_stage = [times[unit] for unit in job.units_of(stage)]
         weight = sum(time.weight_s for time in of_stage)
@@ -158,9 +160,10 @@ def _pipelined(job: Job, model: ModelNumbers, shapes: Shapes, times: Mapping[str
         compute = 2 * beyond + sum(time.forward_s + time.backward_s for time in of_stage)
         tp = sum(time.forward_tp_s + time.backward_tp_s for time in of_stage)
         busy[rank] = (busy[rank][0] + job.n_microbatches * compute, busy[rank][1] + job.n_microbatches * tp)
-        # Gathered once a run, the first unit before anything else; reduced after the last backward.
+        # Gathered while other stages compute, but for the first unit; reduced after the last backward.
         gathers = [fsdp[unit][0] for unit in job.units_of(stage)]
-        exposed[rank] += max(gathers[0], sum(gathers) - forward) + sum(fsdp[unit][1] for unit in job.units_of(stage))
+        exposed[rank] += gathers[0] + cluster.calibration.fsdp_exposed * (n_gathers[stage] * sum(gathers) - gathers[0])
+        exposed[rank] += sum(fsdp[unit][1] for unit in job.units_of(stage))
     send = seconds(Collective("send", "pp", job.hidden_bytes(model.dim)), cluster, job.layout)
     end = job.n_schedule_runs * _end_s(job, stage_times, send)
     return job.n_schedule_runs * max(exposed), busy, end

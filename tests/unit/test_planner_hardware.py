@@ -118,7 +118,9 @@ def test_what_a_file_cannot_say(tmp_path, text, said):
 
 
 def test_no_such_gpu_or_file():
-    with pytest.raises(ValueError, match="unknown GPU 'v100': use one of a100, a100-40, h100, h200, b200, cpu, or the path"):
+    with pytest.raises(
+        ValueError, match="unknown GPU 'v100': use one of a100, a100-40, h100, h200, b200, cpu, or the path"
+    ):
         cluster_of("v100", 1)
     with pytest.raises(ValueError, match="absent.toml: cannot be read"):
         cluster_of("absent.toml", 1)

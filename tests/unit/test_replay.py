@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from parallelize.planner.replay import StageTime, action_orders, in_flight, replay
+from parallelize.planner.replay import StageTime, action_orders, in_flight, orders_with_gathers, replay
 from parallelize.schedule_file import Action
 from parallelize.schedules import schedule_of
 
@@ -82,6 +82,19 @@ def test_torchs_own_lists(name, virtual_stages, pp, n_microbatches):
         listed = [part for action in actions if action for part in action.sub_actions or (action,)]
         kept = [part for part in map(str, listed) if part[-1].isdigit() and any(kind in part for kind in "FBIW")]
         assert [str(action) for action in orders[rank]] == kept
+
+
+@pytest.mark.parametrize("virtual_stages", [2, 3, 4, 5])
+def test_gathers_as_torch_places_them(virtual_stages):
+    n_microbatches = 8
+    orders = action_orders(schedule_of("Interleaved1F1B"), 4, virtual_stages, n_microbatches)
+    ours = orders_with_gathers(schedule_of("Interleaved1F1B"), 4, virtual_stages, n_microbatches)
+    for actions, gathering in zip(orders, ours):
+        listed = torch_schedules._add_unshard_reshard([torch_schedules._Action.from_str(str(a)) for a in actions])
+        names = [str(action).replace("UNSHARD", "U-1").replace("RESHARD", "R-1") for action in listed]
+        # Which of two comes first, where several are freed or gathered at once, is a matter of a set's order.
+        assert sorted(map(str, gathering)) == sorted(names)
+        assert [name for name in map(str, gathering) if "R" not in name] == [name for name in names if "R" not in name]
 
 
 def test_orders_that_never_end():
