@@ -190,7 +190,7 @@ class Planner:
 
     def _memory(self, job: Job, rank: int, traces: dict[str, UnitTrace] | None = None) -> RankMemory:
         traces = traces or self.units.traces(job.layout.tp, job.recompute, job.micro_batch_size)
-        return rank_memory(job, self.numbers, self.shapes_of(job), traces, job.orders(), rank)
+        return rank_memory(job, self.numbers, self.shapes_of(job), traces, job.orders_that_fill_memory(), rank)
 
     def shapes_of(self, job: Job) -> Shapes:
         """Parameters by unit, as the job holds them."""

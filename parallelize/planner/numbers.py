@@ -114,10 +114,19 @@ class Job:
 
     def orders(self) -> Orders:
         """The actions of one run of the schedule, by pipeline rank, with gathers; () without a pipeline."""
+        return self._orders(self.n_microbatches // self.n_schedule_runs)
+
+    def orders_that_fill_memory(self) -> Orders:
+        """The same, or of fewer micro-batches with the same worst moment: 1F1B repeats itself after two rounds."""
+        n = self.n_microbatches // self.n_schedule_runs
+        if getattr(self.schedule, "name", None) in ("1F1B", "Interleaved1F1B"):
+            n = min(n, 4 * (n // max(1, n // self.layout.pp)))
+        return self._orders(n)
+
+    def _orders(self, n_microbatches: int) -> Orders:
         if self.layout.pp == 1:
             return ()
-        n_in_a_run = self.n_microbatches // self.n_schedule_runs
-        return orders_with_gathers(self.schedule, self.layout.pp, self.virtual_stages, n_in_a_run)
+        return orders_with_gathers(self.schedule, self.layout.pp, self.virtual_stages, n_microbatches)
 
     def hidden_bytes(self, dim: int) -> int:
         """Of what one stage sends to the next: one micro-batch's residual stream on one rank."""

@@ -7,6 +7,7 @@ from parallelize.mesh import Mesh
 from parallelize.planner.communication import collectives
 from parallelize.planner.fake import fake_memory, fake_rank
 from parallelize.planner.hardware import cluster_of
+from parallelize.planner.memory import rank_memory
 from parallelize.schedules import schedule_of
 from trainer.build import build_model
 from trainer.config_load import load_config, split_overrides
@@ -120,3 +121,22 @@ def test_parameters_of_every_shipped_config_to_the_byte(name, world_size, keys):
                 for parameter in part.parameters()
             }
         assert prediction.memory[pp_rank].parameters == sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    "schedule, virtual_stages, n_microbatches",
+    [("1F1B", 1, 24), ("Interleaved1F1B", 2, 24)],
+)
+def test_a_few_rounds_have_the_memory_of_all(schedule, virtual_stages, n_microbatches):
+    keys = {
+        "parallel.pp": 4,
+        "parallel.dp_shard": 1,
+        "parallel.schedule": schedule,
+        "parallel.virtual_stages": virtual_stages,
+    }
+    more = {"training.global_batch_size": n_microbatches, "model.n_layers": 8}
+    planner, prediction, _ = planned("llama3_8b", 4, **SMALL | keys | more)
+    job = prediction.job
+    traces = planner.units.traces(1, job.recompute, 1)
+    for rank, memory in enumerate(prediction.memory):
+        assert memory == rank_memory(job, planner.numbers, planner.shapes_of(job), traces, job.orders(), rank)
