@@ -101,10 +101,7 @@ def _prepare(
     if is_main:
         write_whole(folder / "config.toml", dump_config(config))
         _print_summary(resolved, device, len(rows), links)
-        if resume_from is not None:
-            print("\n".join([f"resuming    {resume_from}", *changed_since(state, config)]), flush=True)
-        elif init_from or config.model.hf_path:
-            print(f"weights     {init_from or config.model.hf_path}", flush=True)
+        _print_start(config, resume_from, state)
     loader = make_loader(
         rows, config.data, training.global_batch_size, mesh.dp_index, resolved.layout.dp, first_step=done + 1
     )
@@ -216,6 +213,14 @@ def _facts(resolved: Resolved, device: torch.device) -> RunFacts:
         world_size=resolved.layout.world_size,
         peak_flops=peak_flops(_device_name(device), compute_dtype(config, device.type)),
     )
+
+
+def _print_start(config: Config, resume_from: Path | None, state: dict) -> None:
+    weights = config.checkpoint.init_from or config.model.hf_path
+    if resume_from is not None:
+        print("\n".join([f"resuming    {resume_from}", *changed_since(state, config)]), flush=True)
+    elif weights:
+        print(f"weights     {weights}", flush=True)
 
 
 def _print_summary(resolved: Resolved, device: torch.device, n_rows: int, links: str) -> None:

@@ -33,10 +33,10 @@ class StopAt:
         return self.n_looks >= self.step
 
 
-def run_training(config: Config, poison: tuple[int, int, float] | None = None, stop=None) -> dict:
+def run_training(config: Config, poison: tuple[int | tuple[int, ...], int, float] | None = None, stop=None) -> dict:
     """The ``train`` command's own function on this rank. Returns what is left on it.
 
-    poison: (step, rank, value): put ``value`` into one gradient entry of that rank's first parameter.
+    poison: (step or steps, rank, value): put ``value`` into one gradient entry of that rank's first parameter.
     """
     seen = {}
 
@@ -102,14 +102,15 @@ def _record(step, seen) -> None:
     step.forward_backward, step.update = recorded_forward_backward, recorded_update
 
 
-def _poison(step, seen, at_step: int, rank: int, value: float) -> None:
+def _poison(step, seen, at_steps: int | tuple[int, ...], rank: int, value: float) -> None:
     calls = {"n": 0}
+    at_steps = at_steps if isinstance(at_steps, tuple) else (at_steps,)
     original = step.forward_backward
 
     def forward_backward(tokens, labels):
         loss = original(tokens, labels)
         calls["n"] += 1
-        if calls["n"] == at_step and torch.distributed.get_rank() == rank:
+        if calls["n"] in at_steps and torch.distributed.get_rank() == rank:
             first = next(p for p in seen["named"].values() if p.grad.to_local().numel())
             first.grad.to_local().view(-1)[0] = value
         return loss

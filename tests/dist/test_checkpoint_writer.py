@@ -234,7 +234,8 @@ def test_b21_a_stop_while_a_save_is_under_way_names_what_is_there_then(ranks, tm
     assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000002"]
 
 
-def test_b21_steps_are_skipped_up_to_the_limit(ranks, tmp_path):
-    config = run_config(tmp_path, training__nonfinite="skip", training__nonfinite_limit=1)
-    for seen in ranks(2, run_training, config, (3, 0, float("nan"))):
-        assert "stopped at step 3" in seen["error"]
+def test_b21_steps_are_skipped_up_to_the_limit_in_a_row(ranks, tmp_path):
+    config = run_config(tmp_path, training__nonfinite="skip", training__nonfinite_limit=3, training__steps=9)
+    bad = (2, 3, 5, 6, 7)  # two in a row, and then three
+    for seen in ranks(2, run_training, config, (bad, 0, float("nan"))):
+        assert "stopped at step 7" in seen["error"]
