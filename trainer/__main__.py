@@ -137,7 +137,7 @@ COMMANDS = {
         plan,
         "predict memory and time of layouts on a cluster of GPUs, and choose: on any machine, without them",
         {
-            "--gpu": {"metavar": "G", "default": "h100", "help": "a100, h100, h200, b200 or a TOML file (default h100)"},
+            "--gpu": {"metavar": "G", "default": "h100", "help": "a100, h100, h200, b200, cpu or a TOML file (default h100)"},
             "--nodes": {"metavar": "N", "type": int, "default": 1, "help": "machines (default 1)"},
             "--gpus-per-node": {"metavar": "N", "type": int, "default": 8, "help": "GPUs of each (default 8)"},
             "--top": {"metavar": "K", "type": int, "default": 5, "help": "layouts to show (default 5)"},
@@ -148,6 +148,14 @@ COMMANDS = {
             "--trace": {
                 "action": "store_true",
                 "help": "with --explain: also run every stage of the real job on tensors without memory, and compare",
+            },
+            "--measure": {
+                "metavar": "FILE",
+                "help": "measure this machine with --gpus-per-node ranks instead, and write a file for --gpu",
+            },
+            "--measure-top": {
+                "metavar": "K", "type": int, "default": 0,
+                "help": "also train the K best for a few steps, on this machine, and compare",
             },
             "--write": {"metavar": "FILE", "help": "write the first layout as a config that trains"},
             "--plot": {"metavar": "FILE", "help": "draw its memory and time as a PNG"},

@@ -6,14 +6,15 @@ import json
 import sys
 from pathlib import Path
 
-from parallelize.planner.hardware import cluster_of
+from parallelize.planner.hardware import Cluster, cluster_of
 from parallelize.schedules import schedule_of
 from trainer.config_load import Override, dump_config, load_config
 from trainer.config_rules import architecture_of, resolve_config
 from trainer.errors import UserError
 from trainer.layout_rules import Choice
 from trainer.output_folder import write_whole
-from trainer.plan_report import as_dict, explain_text, plan_text, plot, trace_text
+from trainer.plan_measure import measure_machine, measured_step_s
+from trainer.plan_report import as_dict, explain_text, measured_text, plan_text, plot, trace_text
 from trainer.planner import Planner
 from trainer.traced_rank import trace_rank
 
@@ -24,29 +25,51 @@ _OTHER_KEYS = {"micro_batch_size": "training.micro_batch_size", "recompute": "ac
 def main(options: argparse.Namespace, overrides: list[Override]) -> int:
     """Print the best layouts, or with --explain one. Exit code 0; raises ``UserError`` if no layout fits."""
     config = load_config(options.config, [*overrides, *_explained(options.explain or "")])
-    if config.precision.compute == "auto":  # planned for a GPU, wherever this runs
-        config = config.model_copy(update={"precision": config.precision.model_copy(update={"compute": "bfloat16"})})
-    for flag in ("nodes", "gpus_per_node", "top"):
-        if getattr(options, flag) < 1:
-            raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: at least 1 is needed")
-    try:
-        cluster = cluster_of(options.gpu, options.nodes, options.gpus_per_node)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    cluster = _cluster(options)
+    n_gpus = cluster.n_nodes * cluster.gpus_per_node
+    if options.measure:
+        measure_machine(Path(options.measure), options.gpu, n_gpus)
+        print(f"written: {options.measure}; use it with --gpu {options.measure}")
+        return 0
+    if config.precision.compute == "auto":  # as on the GPU that is planned for, wherever this runs
+        compute = "float32" if cluster.gpu.name == "cpu" else "bfloat16"
+        config = config.model_copy(update={"precision": config.precision.model_copy(update={"compute": compute})})
     planner = Planner(config, architecture_of(config), cluster)
     if options.explain is not None:
         return _explain(options, planner)
     # What is printed between is for people.
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
-        plan = planner.search(options.top)
+        plan = planner.search(max(options.top, options.measure_top))
     if not plan.best:
         raise UserError(plan_text(planner, plan))
+    if not options.json:
+        print(plan_text(planner, plan), flush=True)
+    measured = []
+    for prediction in plan.best[: options.measure_top]:
+        measured.append(measured_step_s(prediction.choice.config, n_gpus))
+        if not options.json:
+            print(measured_text(prediction, measured[-1]), flush=True)
     if options.json:
-        print(json.dumps(as_dict(planner, plan), indent=1))
-    else:
-        print(plan_text(planner, plan))
+        print(json.dumps(as_dict(planner, plan) | {"measured_step_s": measured}, indent=1))
     _save(options, planner, plan.best[0])
     return 0
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    """What --gpu, --nodes and --gpus-per-node say. Raises ``UserError``, also for other numbers that cannot be."""
+    for flag, least in (("nodes", 1), ("gpus_per_node", 1), ("top", 1), ("measure_top", 0)):
+        if getattr(options, flag) < least:
+            raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: at least {least} is needed")
+    if options.nodes > 1 and (options.measure or options.measure_top):
+        raise UserError(f"--nodes {options.nodes}: only this one machine can be measured")
+    if options.measure and options.gpu.endswith(".toml"):
+        raise UserError(
+            f"--gpu {options.gpu}: what is measured is written beside numbers of a GPU by name, such as h100"
+        )
+    try:
+        return cluster_of(options.gpu, options.nodes, options.gpus_per_node)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _explain(options: argparse.Namespace, planner: Planner) -> int:

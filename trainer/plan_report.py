@@ -71,6 +71,10 @@ def trace_text(rank: int, predicted: RankMemory, traced: TracedRank) -> str:
     )
 
 
+def measured_text(prediction: Prediction, measured_s: float) -> str:
+    return f"measured {measured_s:8.3f} s a step, predicted {prediction.time.total_s:8.3f}: {_name(prediction)}"
+
+
 def as_dict(planner: Planner, plan: Plan | None, *predictions: Prediction) -> dict:
     """For --json: units are in the names."""
     cluster = planner.cluster

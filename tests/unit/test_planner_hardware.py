@@ -12,6 +12,7 @@ from parallelize.planner.hardware import cluster_of
 from parallelize.planner.op_time import seconds
 from parallelize.planner.operations import Attention, Collective, Elementwise, Matmul
 from parallelize.planner.topology import crosses_nodes, members_per_node, node_map
+from trainer.plan_measure import half_size
 
 EXAMPLE = Layout(pp=4, dp_shard=4, tp=4)  # 64 GPUs, 8 nodes of 8
 GPU = cluster_of("a100", n_nodes=8)
@@ -171,3 +172,13 @@ def test_ratios_that_published_runs_confirm():
     speed = {(peer.row, peer.name.split(", ")[1]): peer.predicted for peer in peers() if peer.row in (12, 13)}
     gains = [speed[12, f"{n} GPUs"] / speed[13, f"{n} GPUs"] for n in (384, 768, 1536)]
     assert 1 < gains[0] < gains[1] < gains[2]  # tensor x pipeline parallel over ZeRO-3, by more at scale
+
+
+@pytest.mark.parametrize("half", [0.0, 3.0, 200.0])
+def test_the_half_size_behind_two_rates(half):
+    rates = [(size / (size + half)) ** 3 for size in (128, 1024)]
+    assert half_size(128, 1024, *rates) == pytest.approx(half, abs=1e-6)
+
+
+def test_a_small_matmul_that_is_no_slower_than_a_large_one():
+    assert half_size(128, 1024, 2.0, 1.0) == 0

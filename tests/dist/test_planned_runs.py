@@ -1,7 +1,10 @@
-"""``parallel.layout = "auto"``: chosen on rank 0, the same everywhere, written down, and the same run."""
+"""Plans that are run: ``parallel.layout = "auto"``, and a plan measured on this machine."""
+
+import re
 
 import pytest
 
+from parallelize.planner.hardware import cluster_of
 from tests.dist.runs import records
 from tests.dist.test_command import assert_same_curve, run
 from trainer.config_load import load_config
@@ -35,6 +38,20 @@ def test_what_cannot_be_planned_is_said(tmp_path, arguments, message):
     assert done.returncode == 2
     assert done.stderr.count(message) == 1
     assert "Traceback" not in done.stderr
+
+
+def test_this_machine_measured_and_the_best_layout_timed(tmp_path):
+    hardware = tmp_path / "here.toml"
+    shape = ("plan", "--config", "debug", "--gpus-per-node", "2")
+    done = run(tmp_path, *shape, "--gpu", "cpu", "--measure", str(hardware), module="trainer")
+    assert done.returncode == 0, done.stderr
+    cluster = cluster_of(str(hardware), 1, 2)
+    assert cluster.calibration.label == "measured here (cpu)"
+    assert 1e9 < cluster.gpu.peak_flops < 1e13 and 1e6 < cluster.node_link.bytes_per_s < 1e12
+    done = run(tmp_path, *shape, "--gpu", str(hardware), "--top", "1", "--measure-top", "1", module="trainer")
+    assert done.returncode == 0, done.stderr
+    measured, predicted = re.search(r"measured +([\d.]+) s a step, predicted +([\d.]+): ", done.stdout).groups()
+    assert float(measured) > 0 and float(predicted) > 0
 
 
 def test_only_train_chooses(tmp_path):
