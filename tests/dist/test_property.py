@@ -5,7 +5,7 @@ import pytest
 from tests.dist.draws import describe, draw
 from tests.dist.parity import check_parity
 
-N_SHORT, N_LONG = 64, 400
+N_SHORT, N_LONG = 40, 400
 
 
 def pytest_generate_tests(metafunc):
@@ -20,7 +20,7 @@ def test_draw(ranks, seed):
 
 def test_draws_are_distinct_and_cover_every_axis_and_schedule():
     draws = [describe(*draw(seed)) for seed in range(N_SHORT)]
-    assert len({tuple(row.values()) for row in draws}) >= 60
+    assert len({tuple(row.values()) for row in draws}) >= 38
     text = " ".join(" ".join(row.values()) for row in draws)
     for word in ("pp4", "tp4", "dp_replicate2", "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
                  "ZBVZeroBubble", "DualPipeV", "tie_embeddings", "qk_norm", "no sequence_parallel",
