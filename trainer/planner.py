@@ -39,7 +39,7 @@ class Prediction:
     memory: tuple[RankMemory, ...]
     time: StepTime
     tokens_per_s: float
-    mfu: float | None
+    mfu: float
 
     @property
     def peak_bytes(self) -> int:
@@ -53,7 +53,6 @@ class Plan:
     best: list[Prediction]
     rejected: Counter
     n_choices: int
-    usable_bytes: float
 
 
 class Planner:
@@ -69,9 +68,8 @@ class Planner:
         precision = treatment.precision
         self.elements = ElementBytes(precision.param.itemsize, precision.compute.itemsize, precision.reduce.itemsize)
         self.numbers = ModelNumbers(
-            architecture.n_layers, architecture.dim, architecture.vocab_size, architecture.head_dim,
-            architecture.n_params, architecture.tie_embeddings,
-        )  # fmt: skip
+            architecture.dim, architecture.vocab_size, architecture.head_dim, architecture.tie_embeddings
+        )
         self._times: dict[tuple, dict[str, UnitTime]] = {}
 
     def search(self, top: int = 5) -> Plan:
@@ -97,7 +95,7 @@ class Planner:
             best.append(self.predict(choice, job))
             best.sort(key=lambda prediction: prediction.time.total_s)
             del best[top:]
-        return Plan(best, rejected, n_choices, self.usable_bytes)
+        return Plan(best, rejected, n_choices)
 
     def predict(self, choice: Choice, job: Job | None = None) -> Prediction:
         """Memory and time of a choice without problems. Raises ``UserError`` for a schedule that is not modelled."""

@@ -10,18 +10,17 @@ from parallelize.planner.operations import Operation
 from parallelize.planner.replay import Orders, orders_with_gathers
 from parallelize.schedules import Schedule
 
-UNITS = ("embedding", "block", "head")  # what a decoder is made of: one embedding, blocks, one head (norm and output)
-
 
 @dataclass(frozen=True)
 class ModelNumbers:
-    """tied: the head's matrix is the embedding's."""
+    """A decoder of units: an "embedding", "block"s and a "head" (norm, output matrix, loss).
 
-    n_layers: int
+    tied: the head's matrix is the embedding's.
+    """
+
     dim: int
     vocab_size: int
     head_dim: int
-    n_parameters: int
     tied: bool
 
 
