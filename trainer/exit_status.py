@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from trainer.errors import STATUS_FILE_VARIABLE
 
@@ -33,7 +34,7 @@ def torchruns_code(code: int, restart: bool) -> int:
     return 0 if restarts and not restart and STATUS_FILE_VARIABLE in os.environ else code
 
 
-def exit_now(code: int, restart: bool, status: bool = True) -> None:
+def exit_now(code: int, restart: bool, status: bool = True) -> NoReturn:
     """End the process, whatever its other threads do."""
     if status:
         leave_status(code)

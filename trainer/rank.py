@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,10 @@ def run_rank(work: Callable[[torch.device, Watchdog], int], timeout_s: float = 1
         code = work(device, watchdog)
     except UserError as error:
         _say_once(error.message())
-        return _end_now(watchdog, EXIT_BAD_INPUT, restart=False)
+        _end_now(watchdog, EXIT_BAD_INPUT, restart=False)
     except StoppedRun as error:
         _say_once(f"error: {error}")
-        return _end_now(watchdog, EXIT_FAILED, restart=False)
+        _end_now(watchdog, EXIT_FAILED, restart=False)
     except BaseException as error:
         if _is_lost_peer(error):  # no cause, so neither a traceback nor a status
             print(f"[rank {dist.get_rank()}] ends: another rank has failed", file=sys.stderr, flush=True)
@@ -50,7 +50,7 @@ def run_rank(work: Callable[[torch.device, Watchdog], int], timeout_s: float = 1
             print(f"error: {error}", file=sys.stderr, flush=True)  # it names the file; a traceback adds nothing
         else:
             _show_failure(error)
-        return _end_now(watchdog, EXIT_FAILED, restart=True)
+        _end_now(watchdog, EXIT_FAILED, restart=True)
     watchdog.leave()
     leave_status(code)
     dist.destroy_process_group()
@@ -112,10 +112,8 @@ def _show_failure(error: BaseException) -> None:
     print("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()), file=sys.stderr, flush=True)
 
 
-def _end_now(watchdog: Watchdog, code: int, restart: bool) -> int:
-    """End without destroying the process group, which would wait for ranks that may never come."""
-    if dist.get_world_size() == 1:
-        leave_status(code)
-        return torchruns_code(code, restart)
+def _end_now(watchdog: Watchdog, code: int, restart: bool) -> NoReturn:
+    """End without destroying the process group, which would wait for ranks that may never come; nor by Python's own
+    way out, on which gloo's threads, still there, may abort the process."""
     watchdog.end_all(code, restart)
     exit_now(code, restart)
