@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from models.decoder import Decoder
@@ -72,6 +73,17 @@ def build_units(resolved: Resolved, mesh: Mesh, device_type: str) -> Decoder:
     treatment = treatment_of(resolved.config, device_type)
     parallelize_inside(part.to(treatment.precision.compute), resolved_plan, mesh, treatment)
     return part
+
+
+def allocate_units(part: Decoder, device: torch.device) -> None:
+    """Real memory with some weights in it, for units that only time is wanted of."""
+    materialize(part, device)
+    part.rebuild_buffers(device)
+    generator = torch.Generator(device).manual_seed(0)  # not the run's own
+    with torch.no_grad():
+        for parameter in part.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.normal_(std=0.02, generator=generator)
 
 
 def build_model(

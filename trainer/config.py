@@ -156,10 +156,10 @@ class Parallel(Section):
     virtual_stages: Count | None = Field(
         None, description="stages per pipeline rank (default: 2 for the interleaved and V-shaped schedules, else 1)"
     )
-    balance: Literal["uniform", "flops"] | tuple[Count, ...] = Field(
+    balance: Literal["uniform", "flops", "measured"] | tuple[Count, ...] = Field(
         "uniform",
         description='layers per stage: "uniform" (differ by at most 1), "flops" (the slowest stage as fast as can be, the head '
-        "counted), or a list, one number a stage",
+        'counted), "measured" (the same by seconds, measured at the first start of a run), or a list, one number a stage',
     )
     replicate_kv_heads: bool = Field(
         False, description="with tp a multiple of n_kv_heads: every rank computes all key/value heads and uses its own"

@@ -180,13 +180,13 @@ def schedule_for(parallel: Parallel) -> Schedule:
 
 
 def layers_per_stage_of(choice: Choice) -> tuple[int, ...]:
-    """How many layers each stage of a choice without problems gets."""
+    """How many layers each stage of a choice without problems gets; "measured" starts from "flops"."""
     balance, architecture, n_stages = choice.config.parallel.balance, choice.architecture, choice.n_stages
     if n_stages == 1:
         return (architecture.n_layers,)
     if balance == "uniform":
         return balance_uniform(architecture.n_layers, n_stages)
-    if balance == "flops":
+    if balance in ("flops", "measured"):
         block, head = architecture.unit_flops_per_token(choice.config.training.seq_len)
         return balance_costs((block,) * architecture.n_layers, n_stages, last=head)
     return balance

@@ -206,6 +206,14 @@ def _short_pipeline(choice: Choice) -> Iterator[str]:
         )
 
 
+def recomputed_split_backward(choice: Choice) -> Iterator[str]:
+    if choice.layout.pp > 1 and choice.schedule.splits_backward and choice.config.activation_checkpoint.mode == "full":
+        yield (
+            f'activation_checkpoint.mode = "full" with parallel.schedule = {choice.config.parallel.schedule}: torch computes '
+            'each block again once for its input and once more for each of its weights; use "none", or 1F1B or Interleaved1F1B'
+        )
+
+
 def _many_buffers(choice: Choice) -> Iterator[str]:
     if choice.layout.pp > 1 and choice.n_in_a_run > 16 * choice.layout.pp:
         yield (
@@ -249,6 +257,7 @@ RULES = (
     Rule("tp does not divide the vocabulary", _vocabulary, of_the_model=True),
     Rule("more stages than layers", _layers, of_the_model=True),
     Rule("few micro-batches for the pipeline", _short_pipeline, advice=True),
+    Rule("full recompute with a split backward", recomputed_split_backward, advice=True),
     Rule("receive buffers of many micro-batches", _many_buffers, advice=True),
     Rule("a vocabulary that matmuls are slower on", _odd_vocabulary, of_the_model=True, advice=True),
 )

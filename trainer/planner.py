@@ -11,18 +11,25 @@ from models.decoder_config import DecoderConfig
 from parallelize.layout import Layout
 from parallelize.planner.hardware import Cluster
 from parallelize.planner.memory import RankMemory, rank_memory
-from parallelize.planner.numbers import ElementBytes, Job, ModelNumbers, Shapes, UnitTrace, with_one_table
+from parallelize.planner.numbers import ElementBytes, Job, ModelNumbers, Shapes, SplitTrace, UnitTrace, with_one_table
 from parallelize.planner.step_time import StepTime, UnitTime, busiest_s, step_time, unit_time
 from parallelize.schedules import schedule_of
 from trainer.build import treatment_of
 from trainer.config import Config
 from trainer.config_rules import layers_per_stage_of
 from trainer.errors import UserError
-from trainer.layout_rules import Choice, layout_problems
+from trainer.layout_rules import Choice, layout_problems, recomputed_split_backward
 from trainer.traced_units import TracedUnits
 
 # GPipe, LoopedBFS and DualPipeV take no less time than one of these, and hold more activations.
-_SCHEDULES = (("1F1B", None), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4))
+_SCHEDULES = (
+    ("1F1B", None),
+    ("Interleaved1F1B", 2),
+    ("Interleaved1F1B", 4),
+    ("InterleavedZeroBubble", 1),
+    ("InterleavedZeroBubble", 2),
+    ("ZBVZeroBubble", None),
+)
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _RECOMPUTE = ("none", "selective", "full")
 _USABLE = 0.92  # of a GPU's memory: the rest is CUDA's context, communication buffers and fragmentation
@@ -99,11 +106,8 @@ class Planner:
 
     def predict(self, choice: Choice, job: Job | None = None) -> Prediction:
         """Memory and time of a choice without problems. Raises ``UserError`` for a schedule that is not modelled."""
-        if choice.layout.pp > 1 and choice.schedule.splits_backward:
-            raise UserError(
-                f"parallel.schedule = {choice.config.parallel.schedule}: memory of a split backward is not predicted yet; "
-                "use 1F1B, Interleaved1F1B, GPipe or LoopedBFS"
-            )
+        if job is None and (advice := next(recomputed_split_backward(choice), None)):
+            raise UserError(f"not predicted: {advice}")
         job = job or self.job_of(choice)
         time = step_time(job, self.numbers, self.shapes_of(job), self._times_of(job), self.cluster)
         tokens = choice.config.training.global_batch_size * job.seq_len / time.total_s
@@ -173,6 +177,8 @@ class Planner:
         if layout.pp > _DEEPEST:
             yield f"more than {_DEEPEST} pipeline ranks", f"parallel.pp = {layout.pp}"
         yield from layout_problems(choice)
+        for problem in recomputed_split_backward(choice):
+            yield "full recompute with a split backward", problem
 
     def _does_not_fit(self, job: Job) -> str | None:
         n_own = self.architecture.n_params / (job.layout.pp * job.layout.tp * job.layout.dp_shard)
@@ -180,14 +186,15 @@ class Planner:
             return "more memory than a GPU has"
         ranks = {0, job.layout.pp - 1, *range(job.layout.pp)}
         one = self.units.traces(job.layout.tp, job.recompute, 1)
-        least = {unit: _least(trace, job.micro_batch_size) for unit, trace in one.items()}
+        least = {unit: _least(unit, trace, job.micro_batch_size) for unit, trace in one.items()}
         for traces in (least, None):  # most that do not fit are known from the trace of one sequence
             if any(self._memory(job, rank, traces).peak_bytes > self.usable_bytes for rank in ranks):
                 return "more memory than a GPU has"
         return None
 
     def _memory(self, job: Job, rank: int, traces: dict[str, UnitTrace] | None = None) -> RankMemory:
-        traces = traces or self.units.traces(job.layout.tp, job.recompute, job.micro_batch_size)
+        splits = job.layout.pp > 1 and job.schedule.splits_backward
+        traces = traces or self.units.traces(job.layout.tp, job.recompute, job.micro_batch_size, splits)
         return rank_memory(job, self.numbers, self.shapes_of(job), traces, job.orders_that_fill_memory(), rank)
 
     def shapes_of(self, job: Job) -> Shapes:
@@ -205,10 +212,12 @@ class Planner:
         return self._times[key]
 
 
-def _least(trace: UnitTrace, batch: int) -> UnitTrace:
+def _least(unit: str, trace: UnitTrace, batch: int) -> UnitTrace:
     """No more than what ``batch`` sequences need, from the trace of one."""
     kept = batch * trace.kept_bytes
-    return replace(trace, kept_bytes=kept, forward_peak_bytes=kept, backward_peak_bytes=0)
+    between_halves = 0 if unit == "head" else kept
+    split = SplitTrace(between_halves, 0, 0, 0, 0, 0)
+    return replace(trace, kept_bytes=kept, forward_peak_bytes=kept, backward_peak_bytes=0, split=split)
 
 
 def _divisors(n: int) -> list[int]:

@@ -2,24 +2,26 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import fields, replace
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from parallelize.layout import Layout
 from parallelize.mesh import Mesh
 from parallelize.planner.fake import fake_memory, fake_rank, gpu_kernels
-from parallelize.planner.numbers import LocalShape, Shapes, UnitTrace
-from parallelize.planner.unit_trace import trace_unit
+from parallelize.planner.numbers import LocalShape, Shapes, SplitTrace, UnitTrace
+from parallelize.planner.unit_trace import trace_split, trace_unit
 from trainer.build import build_units
 from trainer.config import Config
 from trainer.config_rules import Resolved
 from trainer.loss import TokenLoss, torchs_cross_entropy
+
+UNITS = ("embedding", "block", "head")
 
 
 class TracedUnits:
@@ -34,15 +36,20 @@ class TracedUnits:
         self.shapes = functools.cache(self._shapes)
         self.traces = functools.cache(self._traces)
         self._trace = functools.cache(self._trace)
+        self._trace_split = functools.cache(self._trace_split)
 
-    def _traces(self, tp: int, recompute: str, micro_batch_size: int) -> dict[str, UnitTrace]:
+    def _traces(self, tp: int, recompute: str, micro_batch_size: int, split: bool = False) -> dict[str, UnitTrace]:
         """Unit -> its trace. Torch copies a batch of several sequences where it can view one; from two on, all grows
-        by the same for each."""
-        if micro_batch_size <= 4:
-            ends = self._trace(tp, "none", micro_batch_size, blocks=False)  # only blocks are recomputed
-            return ends | self._trace(tp, recompute, micro_batch_size, blocks=True)
-        two, four = self.traces(tp, recompute, 2), self.traces(tp, recompute, 4)
-        return {unit: _extrapolated(two[unit], four[unit], (micro_batch_size - 2) / 2) for unit in four}
+        by the same for each. split: of a backward in two halves too, without recomputation."""
+        if micro_batch_size > 4:
+            two, four = (self.traces(tp, recompute, size, split) for size in (2, 4))
+            return {unit: _extrapolated(two[unit], four[unit], (micro_batch_size - 2) / 2) for unit in four}
+        ends = self._trace(tp, "none", micro_batch_size, blocks=False)  # only blocks are recomputed
+        traces = ends | self._trace(tp, recompute, micro_batch_size, blocks=True)
+        if split:
+            splits = self._trace_split(tp, micro_batch_size)
+            return {unit: replace(trace, split=splits.get(unit)) for unit, trace in traces.items()}
+        return traces
 
     def _shapes(self, tp: int) -> Shapes:
         with fake_rank(tp):
@@ -53,39 +60,64 @@ class TracedUnits:
             }
 
     def _trace(self, tp: int, recompute: str, micro_batch_size: int, blocks: bool) -> dict[str, UnitTrace]:
+        with self._fake_part(tp, recompute, micro_batch_size) as (mode, part, resolved):
+            return {
+                name: run_unit(trace_unit, name, mode, part, resolved) for name in UNITS if (name == "block") == blocks
+            }
+
+    def _trace_split(self, tp: int, micro_batch_size: int) -> dict[str, SplitTrace]:
+        with self._fake_part(tp, "none", micro_batch_size) as (mode, part, resolved):
+            return {name: run_unit(trace_split, name, mode, part, resolved) for name in ("block", "head")}
+
+    @contextlib.contextmanager
+    def _fake_part(self, tp: int, recompute: str, micro_batch_size: int) -> Iterator:
+        """(mode of its tensors, a model of one block, how it is configured)."""
         resolved = self._resolved(tp, recompute, micro_batch_size)
         with fake_rank(tp) as mode, gpu_kernels():
-            mesh = Mesh(resolved.layout, "cpu")
-            part = build_units(resolved, mesh, "cuda")
+            part = build_units(resolved, Mesh(resolved.layout, "cpu"), "cuda")
             fake_memory(part, mode)
             part.rebuild_buffers("cpu")
-            return {name: trace(mode, part, resolved) for name, trace in _TRACE.items() if (name == "block") == blocks}
+            yield mode, part, resolved
 
     def _resolved(self, tp: int, recompute: str, micro_batch_size: int) -> Resolved:
         config = self.config.model_copy(
             update={
-                "parallel": self.config.parallel.model_copy(update={"tp": tp, "pp": 1}),
+                "parallel": self.config.parallel.model_copy(update={"tp": tp}),
                 "activation_checkpoint": self.config.activation_checkpoint.model_copy(update={"mode": recompute}),
                 "training": self.config.training.model_copy(update={"micro_batch_size": micro_batch_size}),
                 "compile": self.config.compile.model_copy(update={"enabled": False}),
             }
         )
-        return Resolved(config, replace(self.architecture, n_layers=1), Layout(tp=tp), (1,), (0,))
+        return with_one_block(Resolved(config, self.architecture, Layout(tp=tp), (), ()))
+
+
+def with_one_block(resolved: Resolved) -> Resolved:
+    """The model with one block, on one stage."""
+    config = resolved.config
+    parallel = config.parallel.model_copy(update={"pp": 1})
+    return replace(
+        resolved,
+        config=config.model_copy(update={"parallel": parallel}),
+        architecture=replace(resolved.architecture, n_layers=1),
+        layers_per_stage=(1,),
+        stage_ranks=(0,),
+    )
 
 
 def _extrapolated(one: UnitTrace, other: UnitTrace, steps: float) -> UnitTrace:
     """Bytes at ``one`` + ``steps`` times what ``other`` has more; what is done is left as it is."""
 
-    def at(name: str) -> int:
-        first, second = getattr(one, name), getattr(other, name)
-        return round(first + steps * (second - first))
+    def at(first, second):
+        values = {
+            field.name: getattr(first, field.name)
+            + round(steps * (getattr(second, field.name) - getattr(first, field.name)))
+            for field in fields(first)
+            if field.name.endswith("_bytes")
+        }
+        return replace(second, **values)
 
-    return replace(
-        other,
-        kept_bytes=at("kept_bytes"),
-        forward_peak_bytes=at("forward_peak_bytes"),
-        backward_peak_bytes=at("backward_peak_bytes"),
-    )
+    split = None if one.split is None else at(one.split, other.split)
+    return replace(at(one, other), split=split)
 
 
 def _units(part: nn.Module) -> dict[str, list[nn.Module]]:
@@ -102,7 +134,7 @@ def _local_shapes(modules: list[nn.Module], sequence_parallel: bool) -> tuple[Lo
     return tuple(shapes)
 
 
-def _hidden(mode: FakeTensorMode, part: nn.Module, resolved: Resolved) -> torch.Tensor:
+def _hidden(mode: AbstractContextManager, part: nn.Module, resolved: Resolved) -> torch.Tensor:
     training, parallel = resolved.config.training, resolved.config.parallel
     length = training.seq_len // (resolved.layout.tp if parallel.sequence_parallel else 1)
     with mode:
@@ -115,31 +147,25 @@ def _hidden(mode: FakeTensorMode, part: nn.Module, resolved: Resolved) -> torch.
         )
 
 
-def _tokens(mode: FakeTensorMode, resolved: Resolved) -> torch.Tensor:
+def _tokens(mode: AbstractContextManager, resolved: Resolved) -> torch.Tensor:
     training = resolved.config.training
     with mode:
         return torch.zeros(training.micro_batch_size, training.seq_len, dtype=torch.int64)
 
 
-def _trace_embedding(mode: FakeTensorMode, part: nn.Module, resolved: Resolved) -> UnitTrace:
-    tokens = _tokens(mode, resolved)
-    return trace_unit(mode, part.tok_embeddings, lambda: part.tok_embeddings(tokens), [tokens])
-
-
-def _trace_block(mode: FakeTensorMode, part: nn.Module, resolved: Resolved) -> UnitTrace:
-    hidden, block = _hidden(mode, part, resolved), part.layers["0"]
-    return trace_unit(mode, block, lambda: block(hidden, part.rotary_table), [hidden, part.rotary_table])
-
-
-def _trace_head(mode: FakeTensorMode, part: nn.Module, resolved: Resolved) -> UnitTrace:
-    hidden, labels = _hidden(mode, part, resolved), _tokens(mode, resolved)
+def run_unit(trace: Callable, name: str, mode: AbstractContextManager, part: nn.Module, resolved: Resolved):
+    """``trace(mode, unit, run, inputs)`` for one unit of ``part``; mode: in which its inputs are made."""
+    if name == "embedding":
+        tokens = _tokens(mode, resolved)
+        return trace(mode, part.tok_embeddings, lambda: part.tok_embeddings(tokens), [tokens])
+    hidden = _hidden(mode, part, resolved)
+    if name == "block":
+        block = part.layers["0"]
+        return trace(mode, block, lambda: block(hidden, part.rotary_table), [hidden, part.rotary_table])
+    labels, head = _tokens(mode, resolved), nn.ModuleList([part.norm, part.output])
     loss_fn = TokenLoss(torchs_cross_entropy)
     with mode:
         loss_fn.n_tokens = torch.ones((), dtype=torch.int64)
     sharded = resolved.layout.tp > 1 and resolved.config.parallel.loss_parallel
     with loss_parallel() if sharded else contextlib.nullcontext():
-        head = nn.ModuleList([part.norm, part.output])
-        return trace_unit(mode, head, lambda: loss_fn(part.output(part.norm(hidden)), labels), [hidden, labels])
-
-
-_TRACE: dict[str, Callable] = {"embedding": _trace_embedding, "block": _trace_block, "head": _trace_head}
+        return trace(mode, head, lambda: loss_fn(part.output(part.norm(hidden)), labels), [hidden, labels])

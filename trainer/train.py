@@ -26,6 +26,7 @@ from trainer.hf_directory import read_origin
 from trainer.hf_export import export_run
 from trainer.loop import Run, RunFacts, Validation, train
 from trainer.lr_schedule import LrSchedule
+from trainer.measured_balance import with_measured_balance
 from trainer.metrics import Reporter
 from trainer.nonfinite import NonFiniteGuard
 from trainer.output_folder import open_output_folder, write_whole
@@ -92,6 +93,9 @@ def _prepare(
     watchdog.begin("the check of the links", "job.step_timeout_s", factor=5)
     links = measure_links(mesh, device)
     watchdog.pause("building the model")
+    if config.parallel.balance == "measured" and resolved.layout.pp > 1:
+        resolved = with_measured_balance(resolved, mesh, device, folder)
+        config = resolved.config
     init_from = config.checkpoint.init_from
     model = build_model(resolved, mesh, device, initialise=resume_from is None and init_from is None)
     step = build_train_step(resolved, model, mesh, device)

@@ -14,11 +14,10 @@ from parallelize.planner.numbers import (
     ModelNumbers,
     Shapes,
     UnitTrace,
-    gathered_elements,
-    sharded_elements,
     stays_gathered,
 )
 from parallelize.planner.replay import Orders
+from parallelize.planner.stage_memory import Held, StageMemory, Unit
 
 _FLOAT32 = 4
 
@@ -45,20 +44,6 @@ class RankMemory:
         return sum(vars(self).values())
 
 
-class _Unit:
-    """One unit of a stage: its trace, and its parameters in bytes."""
-
-    def __init__(self, name: str, trace: UnitTrace, shapes: tuple, stays: bool, job: Job):
-        layout, elements = job.layout, job.elements
-        self.name = name
-        self.trace = trace
-        self.sharded = sharded_elements(shapes, layout.dp_shard)
-        whole = gathered_elements(shapes, layout.dp_shard)
-        self.gathered = whole * elements.compute
-        self.reduced = whole * elements.reduce
-        self.stays = stays  # gathered from the forward to the backward
-
-
 def rank_memory(
     job: Job, model: ModelNumbers, shapes: Shapes, traces: Mapping[str, UnitTrace], orders: Orders, pp_rank: int
 ) -> RankMemory:
@@ -68,7 +53,7 @@ def rank_memory(
     for stage in stages:
         names = job.units_of(stage)
         units[stage] = [
-            _Unit(name, traces[name], shapes[name], stays_gathered(names, index, shapes, model, job), job)
+            Unit(name, traces[name], shapes[name], stays_gathered(names, index, shapes, model, job), job)
             for index, name in enumerate(names)
         ]
     everything = [unit for stage in stages for unit in units[stage]]
@@ -94,13 +79,13 @@ def _buffers(job: Job, model: ModelNumbers, stages: list[int]) -> int:
     return tables + batch + received
 
 
-def _in_turn(job: Job, units: list[_Unit]):
+def _in_turn(job: Job, units: list[Unit]):
     """Moments (gradients, gathered, activations, logits) of one micro-batch after another through the whole model."""
     share = 1 / job.layout.dp_shard
     # Of the micro-batches before; there is none before the only one.
     gradients = sum(unit.sharded for unit in units) * job.elements.param if job.n_microbatches > 1 else 0
     gathered, before = 0, 0  # parameters that stay gathered; the buffer of the gather before, held until the next
-    held = _Held()
+    held = Held()
     for unit in units:
         flat = unit.gathered * (1 + share)
         yield gradients, gathered + before + flat + unit.gathered, *held.with_peak(unit, 0)
@@ -127,25 +112,7 @@ def _in_turn(job: Job, units: list[_Unit]):
             gradients += unit.sharded * job.elements.param
 
 
-class _Held:
-    """Bytes kept for the backward: (of blocks and the embedding, of the head)."""
-
-    def __init__(self):
-        self.activations = self.logits = 0
-
-    def add(self, unit: _Unit, times: int) -> None:
-        if unit.name == "head":
-            self.logits += times * unit.trace.kept_bytes
-        else:
-            self.activations += times * unit.trace.kept_bytes
-
-    def with_peak(self, unit: _Unit, peak: int) -> tuple[int, int]:
-        """With what ``unit`` has at its own worst moment."""
-        in_head = unit.name == "head"
-        return self.activations + (0 if in_head else peak), self.logits + (peak if in_head else 0)
-
-
-def _pipelined(job: Job, units: dict[int, list[_Unit]], actions, output: int):
+def _pipelined(job: Job, units: dict[int, list[Unit]], actions, output: int):
     """Moments (gradients, gathered, activations, logits) of a schedule. output: bytes of a micro-batch's logits.
 
     Parameters are gathered as ``actions`` say, and gradients, which a stage's first backward makes, add up whole until
@@ -154,48 +121,26 @@ def _pipelined(job: Job, units: dict[int, list[_Unit]], actions, output: int):
     own = [unit for of_stage in units.values() for unit in of_stage]
     sharded = sum(unit.sharded for unit in own) * job.elements.param
     earlier = sharded if job.n_schedule_runs > 1 else 0
-    parameters = gradients = 0
-    gathered = {stage: sum(unit.gathered for unit in of_stage) for stage, of_stage in units.items()}
-    kept, forward, backward, first_backward = {}, {}, {}, {}
-    for stage, of_stage in units.items():
-        held, forwards, backwards, firsts = _Held(), [], [], []
-        for unit in of_stage:
-            forwards.append(held.with_peak(unit, unit.trace.forward_peak_bytes))
-            held.add(unit, 1)
-        # Torch holds a stage's output until its backward.
-        kept[stage] = held.activations, held.logits + (output if stage == job.n_stages - 1 else 0)
-        freed, grown = _Held(), 0
-        for unit in reversed(of_stage):
-            moment = freed.with_peak(unit, unit.trace.backward_peak_bytes)
-            backwards.append((0, *moment))
-            firsts.append((grown, *moment))
-            freed.add(unit, -1)
-            grown += unit.reduced
-        forward[stage] = (0, *max(forwards, key=sum))
-        backward[stage], first_backward[stage] = max(backwards, key=sum), max(firsts, key=sum)
-    activations = logits = 0
-    begun: set[int] = set()
+    stages = {stage: StageMemory(job, stage, of_stage, output) for stage, of_stage in units.items()}
+    parameters = whole = activations = logits = 0
     to_come = Counter(stage for stage, kind, _ in actions if kind in "BW")
     for stage, kind, _ in actions:
+        memory = stages[stage]
         if kind in "UR":
             # What is freed after the last backward is gone already.
-            parameters += gathered[stage] if kind == "U" else -gathered[stage] if to_come[stage] else 0
+            parameters += memory.gathered if kind == "U" else -memory.gathered if to_come[stage] else 0
             continue
-        more = (forward if kind == "F" else backward if stage in begun else first_backward)[stage]
-        yield earlier, parameters + gradients + more[0], activations + more[1], logits + more[2]
-        if kind != "I":
-            sign = 1 if kind == "F" else -1
-            activations, logits = activations + sign * kept[stage][0], logits + sign * kept[stage][1]
-        if kind != "F" and stage not in begun:
-            begun.add(stage)
-            gradients += sum(unit.reduced for unit in units[stage])
+        worst, after = memory.run(kind)
+        yield earlier, parameters + whole + worst[0], activations + worst[1], logits + worst[2]
+        whole, activations, logits = whole + after[0], activations + after[1], logits + after[2]
         to_come[stage] -= kind in "BW"
         if kind in "BW" and not to_come[stage]:
             # After a stage's last backward: unit by unit, parameters are freed and gradients reduced, from a copy.
-            for unit in units[stage]:
+            for unit, gradients in zip(units[stage], memory.gradients()):
                 parameters -= unit.gathered
+                whole += unit.reduced - gradients
                 copy = unit.reduced * (1 + 1 / job.layout.dp_shard)
-                yield earlier, parameters + gradients + copy, activations, logits
-                gradients -= unit.reduced
+                yield earlier, parameters + whole + copy, activations, logits
+                whole -= unit.reduced
                 if job.n_schedule_runs == 1:
                     earlier += unit.sharded * job.elements.param

@@ -55,6 +55,26 @@ def with_one_table(shapes: Shapes) -> Shapes:
 
 
 @dataclass(frozen=True)
+class SplitTrace:
+    """A unit's backward in two halves, for its input and then for its weights. Bytes.
+
+    kept_bytes:              held between the halves, instead of ``UnitTrace.kept_bytes``; not the input's gradient.
+    input_bytes:             of the input's gradient.
+    left_bytes:              held after the second half until that of the whole stage is done.
+    input_peak_bytes:        most above what was live before the first half.
+    weight_peak_bytes:       most above what was live before the second half, if the weights have gradients already.
+    first_weight_peak_bytes: if not.
+    """
+
+    kept_bytes: int
+    input_bytes: int
+    left_bytes: int
+    input_peak_bytes: int
+    weight_peak_bytes: int
+    first_weight_peak_bytes: int
+
+
+@dataclass(frozen=True)
 class UnitTrace:
     """One unit on one rank with its parameters gathered, for one micro-batch. Bytes.
 
@@ -63,6 +83,7 @@ class UnitTrace:
     backward_peak_bytes: most above what was live before the backward, the output's gradient not counted.
     forward, backward:   what the device is asked to do, and how often; recomputation belongs to the backward.
     weight:              the part of the backward that only the weights' gradients need.
+    split:               of a backward in two halves, if traced.
     """
 
     kept_bytes: int
@@ -71,6 +92,7 @@ class UnitTrace:
     forward: Mapping[Operation, int]
     backward: Mapping[Operation, int]
     weight: Mapping[Operation, int]
+    split: SplitTrace | None = None
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,8 @@ def _pipelined(job: Job, model: ModelNumbers, shapes: Shapes, times: Mapping[str
         beyond = cluster.calibration.microbatch_s / 2
         forward = beyond + sum(time.forward_s + time.forward_tp_s for time in of_stage)
         backward += beyond
+        if stage == 0 and job.schedule.splits_backward:
+            weight = backward  # without an input to go on to, torch leaves all to the weights' half
         stage_times.append(StageTime(forward, backward - weight, weight))
         compute = 2 * beyond + sum(time.forward_s + time.backward_s for time in of_stage)
         tp = sum(time.forward_tp_s + time.backward_tp_s for time in of_stage)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parallelize.planner.numbers import UnitTrace
+from parallelize.planner.numbers import SplitTrace, UnitTrace
 from parallelize.planner.operations import Attention, Collective, Elementwise, Matmul, Operation
 from parallelize.planner.recorder import Recorder
 
@@ -52,6 +52,48 @@ def trace_unit(
         backward=dict(log),
         weight=_weight_gradients(unit, log),
     )
+
+
+def trace_split(
+    mode: FakeTensorMode, unit: nn.Module, run: Callable[[], torch.Tensor], inputs: list[torch.Tensor]
+) -> SplitTrace:
+    """Run ``run()`` and its backward in two halves, as a pipeline stage does. ``inputs[0]``: what has a gradient.
+
+    Twice, since weights that have gradients already need less. ``run()`` is the loss if it is a scalar.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    recorder = Recorder()
+    recorder.track([inputs, list(unit.parameters())])
+    with mode, recorder:
+        weight_peaks = []
+        for _ in range(2):
+            start = recorder.live_bytes
+            output = run()
+            is_loss = output.dim() == 0
+            rest_of_stage = None if is_loss else output.grad_fn  # what comes behind this unit holds on to its graph
+            gradient = None if is_loss else [torch.empty_like(output)]
+            before = recorder.live_bytes
+            recorder.restart_peak()
+            groups = stage_backward_input([output], gradient, inputs[:1], unit.parameters())[1]
+            input_peak = recorder.peak_bytes - before
+            whole, inputs[0].grad = recorder.live_bytes, None
+            input_bytes = whole - recorder.live_bytes
+            del output, gradient
+            kept = recorder.live_bytes - start
+            gradients = _bytes_of_gradients(unit)
+            recorder.restart_peak()
+            stage_backward_weight(unit.parameters(), groups)
+            weight_peaks.append(recorder.peak_bytes - start - kept)
+            gradients = _bytes_of_gradients(unit) - gradients
+            left = recorder.live_bytes - start - gradients
+            del rest_of_stage, groups
+    return SplitTrace(kept, input_bytes, left, input_peak, weight_peaks[1], weight_peaks[0])
+
+
+def _bytes_of_gradients(unit: nn.Module) -> int:
+    gradients = [parameter.grad for parameter in unit.parameters() if parameter.grad is not None]
+    return sum(_bytes_of(getattr(gradient, "_local_tensor", gradient)) for gradient in gradients)
 
 
 def _weight_gradients(unit: nn.Module, backward: Counter[Operation]) -> dict[Operation, int]:

@@ -1,11 +1,13 @@
-"""Plans that are run: ``parallel.layout = "auto"``, and a plan measured on this machine."""
+"""Plans that are run: ``parallel.layout = "auto"``, stages by measured times, and a plan measured on this machine."""
 
+import json
 import re
+import shutil
 
 import pytest
 
 from parallelize.planner.hardware import cluster_of
-from tests.dist.runs import records
+from tests.dist.runs import records, run_config, run_training
 from tests.dist.test_command import assert_same_curve, run
 from trainer.config_load import load_config
 
@@ -58,3 +60,28 @@ def test_only_train_chooses(tmp_path):
     done = run(tmp_path, "verify", "--parallel.layout=auto", module="trainer")
     assert done.returncode == 2
     assert 'parallel.layout = "auto" is for train alone' in done.stderr
+
+
+def test_stages_by_measured_times_of_the_first_start(tmp_path, ranks):
+    keys = dict(parallel__pp=2, model__n_layers=5, training__global_batch_size=4)
+    known = ranks(2, run_training, run_config(tmp_path / "known", parallel__balance=(4, 1), **keys))
+    config = run_config(tmp_path, parallel__balance="measured", **keys)
+    first = ranks(2, run_training, config)
+    written = tmp_path / "run" / "unit_times.json"
+    times = json.loads(written.read_text())
+    assert all(times["seconds"][unit] > 0 for unit in ("embedding", "block", "head"))
+    assert "measured    now" in first[0]["console"] and first[1]["console"] == ""
+
+    times["seconds"] = {"embedding": 0.001, "block": 0.01, "head": 0.04}
+    written.write_text(json.dumps(times))
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    again = ranks(2, run_training, config)
+    assert "measured    at an earlier start" in again[0]["console"] and "layers per stage 4+1" in again[0]["console"]
+    assert load_config(str(tmp_path / "run" / "config.toml")).parallel.balance == (4, 1)
+    for rank in range(2):  # the same stages, and the measuring has left no trace
+        assert again[rank]["weights"].keys() == known[rank]["weights"].keys()
+        assert all((again[rank]["weights"][name] == known[rank]["weights"][name]).all() for name in known[rank]["weights"])
+
+    written.write_text("{")  # of no use: measured again
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert "measured    now" in ranks(2, run_training, config)[0]["console"]

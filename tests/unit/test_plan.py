@@ -114,7 +114,7 @@ def test_explain_one_layout_and_trace_it(monkeypatch, capsys):
         (("--explain", "tpp=2"), "parallel.tpp"),
         (("--gpus-per-node", "3", "--explain", "tp=3"), "parallel.tp = 3 does not divide n_heads"),
         (("--explain", "tp=16"), "processes"),
-        (("--explain", "tp=2,pp=2,schedule=ZBVZeroBubble"), "split backward"),
+        (("--explain", "tp=2,pp=2,schedule=ZBVZeroBubble,recompute=full"), "once more for each of its weights"),
         (("--model.size=9B",), "model.size"),
         (("--write", "/none/out.toml", "--explain", "tp=2"), "/none/out.toml cannot be written"),
         (("--plot", "/none/out.png", "--explain", "tp=2"), "/none/out.png"),

@@ -88,6 +88,28 @@ def test_with_a_pipeline(name, world_size, keys, pp_rank):
     check(*planned(name, world_size, **SMALL | shared | keys), pp_rank=pp_rank)
 
 
+@pytest.mark.parametrize(
+    "name, world_size, keys",
+    [
+        ("llama3_8b", 8, {"parallel.schedule": "ZBVZeroBubble", "parallel.dp_shard": 2, "parallel.tp": 2}),
+        ("llama3_8b", 4, {"parallel.schedule": "InterleavedZeroBubble", "parallel.dp_shard": 2}),
+        ("llama3_8b", 2, {"parallel.schedule": "DualPipeV", "parallel.dp_shard": 1}),
+        (
+            "qwen3_0_6b",
+            4,
+            {"parallel.schedule": "ZBVZeroBubble", "parallel.dp_shard": 2, "parallel.schedule_microbatches": 4}
+            | {"precision.compute": "float32", "training.global_batch_size": 16},
+        ),
+    ],
+    ids=["zbv", "interleaved", "dualpipev", "fp32_in_runs"],
+)
+@pytest.mark.parametrize("pp_rank", [0, 1])
+def test_with_a_split_backward(name, world_size, keys, pp_rank):
+    shared = {"parallel.pp": 2, "parallel.virtual_stages": 2, "training.global_batch_size": 8}
+    none = {"activation_checkpoint.mode": "none"}
+    check(*planned(name, world_size, **SMALL | shared | none | keys), pp_rank=pp_rank)
+
+
 SHIPPED = [
     ("llama3_8b", 8, {}),
     ("llama3_8b", 24, {"parallel.dp_shard": 6, "parallel.tp": 4, "training.global_batch_size": 24}),
