@@ -1,7 +1,6 @@
 """Predicting every layout that the rules allow, and choosing the fastest that fits."""
 
 import heapq
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ _SCHEDULES = (
     ("1F1B", None),
     ("Interleaved1F1B", 2),
     ("Interleaved1F1B", 4),
-    ("InterleavedZeroBubble", 1),
     ("InterleavedZeroBubble", 2),
     ("ZBVZeroBubble", None),
 )
@@ -82,7 +80,7 @@ class Planner:
     def search(self, top: int = 5) -> Plan:
         """The ``top`` fastest choices that fit, exactly: in order of a time that none can beat, until the rest is slower."""
         rejected: Counter = Counter()
-        queue = []
+        runnable: list[tuple[Choice, Job]] = []
         n_choices = 0
         for choice in self._choices():
             n_choices += 1
@@ -90,8 +88,11 @@ class Planner:
             if reason is not None:
                 rejected[reason] += 1
                 continue
-            job = self.job_of(choice)
-            queue.append((busiest_s(job, self._times_of(job)), n_choices, choice, job))
+            runnable.append((choice, self.job_of(choice)))
+        self.units.trace_before({(job.layout.tp, job.recompute, 1) for _, job in runnable})
+        queue = [
+            (busiest_s(job, self._times_of(job)), number, choice, job) for number, (choice, job) in enumerate(runnable)
+        ]
         heapq.heapify(queue)
         best: list[Prediction] = []
         while queue and (len(best) < top or queue[0][0] < best[-1].time.total_s):
@@ -147,24 +148,23 @@ class Planner:
     def _choices_with(self, layout: Layout) -> Iterator[Choice]:
         config = self.config
         for name, virtual_stages in _SCHEDULES if layout.pp > 1 else _SCHEDULES[:1]:
-            parallel = config.parallel.model_copy(
-                update=dict(
-                    tp=layout.tp, pp=layout.pp, dp_shard=layout.dp_shard, dp_replicate=layout.dp_replicate,
-                    schedule=name, virtual_stages=virtual_stages, schedule_microbatches=None,
-                    balance="flops" if layout.pp > 1 else "uniform",
-                )
-            )  # fmt: skip
-            for size, n_in_a_run in itertools.product(_MICRO_BATCHES, self._runs(layout)):
-                if n_in_a_run and n_in_a_run * size * layout.dp >= config.training.global_batch_size:
-                    continue  # one run is all there is
-                training = config.training.model_copy(update={"micro_batch_size": size})
-                parallel = parallel.model_copy(update={"schedule_microbatches": n_in_a_run})
-                for mode in _RECOMPUTE:
-                    recompute = config.activation_checkpoint.model_copy(update={"mode": mode})
-                    varied = config.model_copy(
-                        update={"parallel": parallel, "training": training, "activation_checkpoint": recompute}
+            schedule = schedule_of(name)
+            for n_in_a_run in self._runs(layout):
+                parallel = config.parallel.model_copy(
+                    update=dict(
+                        tp=layout.tp, pp=layout.pp, dp_shard=layout.dp_shard, dp_replicate=layout.dp_replicate,
+                        schedule=name, virtual_stages=virtual_stages, schedule_microbatches=n_in_a_run,
+                        balance="flops" if layout.pp > 1 else "uniform",
                     )
-                    yield Choice(varied, self.architecture, layout, schedule_of(name))
+                )  # fmt: skip
+                for size in _MICRO_BATCHES:
+                    if n_in_a_run and n_in_a_run * size * layout.dp >= config.training.global_batch_size:
+                        continue  # one run is all there is
+                    training = config.training.model_copy(update={"micro_batch_size": size})
+                    for mode in ("none",) if schedule.splits_backward else _RECOMPUTE:
+                        recompute = config.activation_checkpoint.model_copy(update={"mode": mode})
+                        sections = {"parallel": parallel, "training": training, "activation_checkpoint": recompute}
+                        yield Choice(config.model_copy(update=sections), self.architecture, layout, schedule)
 
     def _runs(self, layout: Layout) -> tuple[int | None, ...]:
         """Micro-batches in a run of the schedule: all, or as many as keep the bubble small; torch holds buffers for each."""
@@ -177,8 +177,6 @@ class Planner:
         if layout.pp > _DEEPEST:
             yield f"more than {_DEEPEST} pipeline ranks", f"parallel.pp = {layout.pp}"
         yield from layout_problems(choice)
-        for problem in recomputed_split_backward(choice):
-            yield "full recompute with a split backward", problem
 
     def _does_not_fit(self, job: Job) -> str | None:
         n_own = self.architecture.n_params / (job.layout.pp * job.layout.tp * job.layout.dp_shard)

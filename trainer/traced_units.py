@@ -2,15 +2,20 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from models.decoder_config import DecoderConfig
 from parallelize.layout import Layout
 from parallelize.mesh import Mesh
 from parallelize.planner.fake import fake_memory, fake_rank, gpu_kernels
@@ -25,27 +30,44 @@ UNITS = ("embedding", "block", "head")
 
 
 class TracedUnits:
-    """Traces units when they are first asked for.
+    """Traces units when they are first asked for, or before, on all cores.
 
     A trace of the first call for (tp, recompute, micro-batch) takes some tenths of a second.
     """
 
-    def __init__(self, config: Config, architecture):
+    def __init__(self, config: Config, architecture: DecoderConfig):
         self.config = config
         self.architecture = architecture
         self.shapes = functools.cache(self._shapes)
         self.traces = functools.cache(self._traces)
-        self._trace = functools.cache(self._trace)
         self._trace_split = functools.cache(self._trace_split)
+        self._known: dict[tuple, dict[str, UnitTrace]] = {}  # arguments of _trace -> its result
+
+    def trace_before(self, wanted: Iterable[tuple[int, str, int]]) -> None:
+        """Have what ``traces`` needs for these (tp, recompute, micro-batch), each traced in a process of its own."""
+        jobs = {job for tp, mode, size in wanted for job in ((tp, "none", size, False), (tp, mode, size, True))}
+        jobs = sorted(jobs - self._known.keys())
+        n_processes = min(len(jobs), os.cpu_count() or 1)
+        if n_processes > 1 and "fork" in multiprocessing.get_all_start_methods():
+            # A fork has torch loaded; threads of its parent's it has none, and must not wait for any.
+            pool = ProcessPoolExecutor(
+                n_processes, multiprocessing.get_context("fork"), initializer=torch.set_num_threads, initargs=(1,)
+            )
+            with pool:
+                self._known |= zip(jobs, pool.map(partial(_trace, self.config, self.architecture), *zip(*jobs)))
 
     def _traces(self, tp: int, recompute: str, micro_batch_size: int, split: bool = False) -> dict[str, UnitTrace]:
         """Unit -> its trace. Torch copies a batch of several sequences where it can view one; from two on, all grows
         by the same for each. split: of a backward in two halves too, without recomputation."""
         if micro_batch_size > 4:
+            self.trace_before([(tp, recompute, 2), (tp, recompute, 4)])
             two, four = (self.traces(tp, recompute, size, split) for size in (2, 4))
             return {unit: _extrapolated(two[unit], four[unit], (micro_batch_size - 2) / 2) for unit in four}
-        ends = self._trace(tp, "none", micro_batch_size, blocks=False)  # only blocks are recomputed
-        traces = ends | self._trace(tp, recompute, micro_batch_size, blocks=True)
+        traces = {}
+        for job in ((tp, "none", micro_batch_size, False), (tp, recompute, micro_batch_size, True)):
+            if job not in self._known:
+                self._known[job] = _trace(self.config, self.architecture, *job)
+            traces |= self._known[job]
         if split:
             splits = self._trace_split(tp, micro_batch_size)
             return {unit: replace(trace, split=splits.get(unit)) for unit, trace in traces.items()}
@@ -53,42 +75,48 @@ class TracedUnits:
 
     def _shapes(self, tp: int) -> Shapes:
         with fake_rank(tp):
-            part = build_units(self._resolved(tp, "none", 1), Mesh(Layout(tp=tp), "cpu"), "cuda")
+            part = build_units(
+                _resolved(self.config, self.architecture, tp, "none", 1), Mesh(Layout(tp=tp), "cpu"), "cuda"
+            )
             return {
                 name: _local_shapes(modules, self.config.parallel.sequence_parallel)
                 for name, modules in _units(part).items()
             }
 
-    def _trace(self, tp: int, recompute: str, micro_batch_size: int, blocks: bool) -> dict[str, UnitTrace]:
-        with self._fake_part(tp, recompute, micro_batch_size) as (mode, part, resolved):
-            return {
-                name: run_unit(trace_unit, name, mode, part, resolved) for name in UNITS if (name == "block") == blocks
-            }
-
     def _trace_split(self, tp: int, micro_batch_size: int) -> dict[str, SplitTrace]:
-        with self._fake_part(tp, "none", micro_batch_size) as (mode, part, resolved):
+        with _fake_part(self.config, self.architecture, tp, "none", micro_batch_size) as (mode, part, resolved):
             return {name: run_unit(trace_split, name, mode, part, resolved) for name in ("block", "head")}
 
-    @contextlib.contextmanager
-    def _fake_part(self, tp: int, recompute: str, micro_batch_size: int) -> Iterator:
-        """(mode of its tensors, a model of one block, how it is configured)."""
-        resolved = self._resolved(tp, recompute, micro_batch_size)
-        with fake_rank(tp) as mode, gpu_kernels():
-            part = build_units(resolved, Mesh(resolved.layout, "cpu"), "cuda")
-            fake_memory(part, mode)
-            part.rebuild_buffers("cpu")
-            yield mode, part, resolved
 
-    def _resolved(self, tp: int, recompute: str, micro_batch_size: int) -> Resolved:
-        config = self.config.model_copy(
-            update={
-                "parallel": self.config.parallel.model_copy(update={"tp": tp}),
-                "activation_checkpoint": self.config.activation_checkpoint.model_copy(update={"mode": recompute}),
-                "training": self.config.training.model_copy(update={"micro_batch_size": micro_batch_size}),
-                "compile": self.config.compile.model_copy(update={"enabled": False}),
-            }
-        )
-        return with_one_block(Resolved(config, self.architecture, Layout(tp=tp), (), ()))
+def _trace(
+    config: Config, architecture: DecoderConfig, tp: int, recompute: str, micro_batch_size: int, blocks: bool
+) -> dict[str, UnitTrace]:
+    """Of blocks, or of the ends, which are not recomputed."""
+    with _fake_part(config, architecture, tp, recompute, micro_batch_size) as (mode, part, resolved):
+        return {name: run_unit(trace_unit, name, mode, part, resolved) for name in UNITS if (name == "block") == blocks}
+
+
+@contextlib.contextmanager
+def _fake_part(config: Config, architecture: DecoderConfig, tp: int, recompute: str, micro_batch_size: int) -> Iterator:
+    """(mode of its tensors, a model of one block, how it is configured)."""
+    resolved = _resolved(config, architecture, tp, recompute, micro_batch_size)
+    with fake_rank(tp) as mode, gpu_kernels():
+        part = build_units(resolved, Mesh(resolved.layout, "cpu"), "cuda")
+        fake_memory(part, mode)
+        part.rebuild_buffers("cpu")
+        yield mode, part, resolved
+
+
+def _resolved(config: Config, architecture: DecoderConfig, tp: int, recompute: str, micro_batch_size: int) -> Resolved:
+    varied = config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(update={"tp": tp}),
+            "activation_checkpoint": config.activation_checkpoint.model_copy(update={"mode": recompute}),
+            "training": config.training.model_copy(update={"micro_batch_size": micro_batch_size}),
+            "compile": config.compile.model_copy(update={"enabled": False}),
+        }
+    )
+    return with_one_block(Resolved(varied, architecture, Layout(tp=tp), (), ()))
 
 
 def with_one_block(resolved: Resolved) -> Resolved:

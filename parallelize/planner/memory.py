@@ -5,6 +5,7 @@ What comes and goes: gathered parameters, whole gradients and reduction buffers 
 its code and compared with full traces), and the activations that each unit's trace has counted.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,11 +51,15 @@ def rank_memory(
     """Memory of pipeline rank ``pp_rank``; ``orders``: actions by rank, with gathers; () without a pipeline."""
     stages = [stage for stage, rank in enumerate(job.stage_ranks) if rank == pp_rank]
     units = {}
+
+    @functools.cache
+    def unit(name: str, stays: bool) -> Unit:
+        return Unit(name, traces[name], shapes[name], stays, job)
+
     for stage in stages:
         names = job.units_of(stage)
         units[stage] = [
-            Unit(name, traces[name], shapes[name], stays_gathered(names, index, shapes, model, job), job)
-            for index, name in enumerate(names)
+            unit(name, stays_gathered(names, index, shapes, model, job)) for index, name in enumerate(names)
         ]
     everything = [unit for stage in stages for unit in units[stage]]
     sharded = sum(unit.sharded for unit in everything)

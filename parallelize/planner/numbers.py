@@ -138,9 +138,10 @@ class Job:
         return self._orders(self.n_microbatches // self.n_schedule_runs)
 
     def orders_that_fill_memory(self) -> Orders:
-        """The same, or of fewer micro-batches with the same worst moment: 1F1B repeats itself after two rounds."""
+        """The same, or of fewer micro-batches with the same worst moment: these repeat themselves after two or three rounds."""
         n = self.n_microbatches // self.n_schedule_runs
-        if getattr(self.schedule, "name", None) in ("1F1B", "Interleaved1F1B"):
+        repeating = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+        if getattr(self.schedule, "name", None) in repeating:
             n = min(n, 4 * (n // max(1, n // self.layout.pp)))
         return self._orders(n)
 

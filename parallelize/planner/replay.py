@@ -116,15 +116,9 @@ def orders_with_gathers(schedule: Schedule, pp: int, virtual_stages: int, n_micr
 def _with_gathers(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     result: list[Action] = []
     gathered: list[int] = []
-    n_gathered = min(_GATHERED, len({action.stage for action in actions}))
-    for index, action in enumerate(actions):
-        needed: list[int] = []  # the stages of this action and those after it
-        for following in range(index, len(actions)):
-            if actions[following].stage not in needed:
-                needed.append(actions[following].stage)
-                if len(needed) == n_gathered:
-                    break
-        for stage in [stage for stage in gathered if stage not in needed and n_gathered == _GATHERED]:
+    frees = len({action.stage for action in actions}) >= _GATHERED
+    for action, needed in zip(actions, _stages_ahead(actions)):
+        for stage in [stage for stage in gathered if frees and stage not in needed]:
             gathered.remove(stage)
             result.append(Action(stage, "R", -1))
         for stage in [stage for stage in needed if stage not in gathered]:
@@ -132,6 +126,16 @@ def _with_gathers(actions: tuple[Action, ...]) -> tuple[Action, ...]:
             result.append(Action(stage, "U", -1))
         result.append(action)
     return (*result, *(Action(stage, "R", -1) for stage in gathered))
+
+
+def _stages_ahead(actions: tuple[Action, ...]) -> list[tuple[int, ...]]:
+    """For each action its stage and the next others to come, as many as are held gathered."""
+    result: list[tuple[int, ...]] = []
+    ahead: tuple[int, ...] = ()
+    for action in reversed(actions):
+        ahead = (action.stage, *(stage for stage in ahead if stage != action.stage))[:_GATHERED]
+        result.append(ahead)
+    return result[::-1]
 
 
 def replay(orders: Orders, stage_times: Sequence[StageTime], send_s: float = 0.0) -> Replay:
