@@ -48,6 +48,12 @@ LAYOUTS = [
     ("qwen3_32b", 64, 32, 1, FULL, "--parallel.pp=4", "--parallel.dp_shard=8", "--parallel.tp=2",
      "--parallel.schedule=Interleaved1F1B"),
     ("qwen3_32b", 32, 16, 2, NONE, "--parallel.pp=8", "--parallel.dp_shard=1", "--parallel.tp=4"),
+    ("llama3_8b", 32, 32, 1, NONE, "--parallel.pp=4", "--parallel.dp_shard=4", "--parallel.tp=2",
+     "--parallel.schedule=ZBVZeroBubble"),
+    ("qwen3_32b", 64, 64, 1, NONE, "--parallel.pp=4", "--parallel.dp_shard=4", "--parallel.tp=4",
+     "--parallel.schedule=InterleavedZeroBubble", "--parallel.virtual_stages=2"),
+    ("llama3_70b", 64, 16, 1, NONE, "--parallel.pp=4", "--parallel.dp_shard=2", "--parallel.tp=8",
+     "--parallel.schedule=DualPipeV", "--parallel.virtual_stages=2"),
 ]  # fmt: skip
 
 

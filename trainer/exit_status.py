@@ -1,5 +1,6 @@
 """How a rank ends, and how its launcher learns with which code."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -35,9 +36,14 @@ def torchruns_code(code: int, restart: bool) -> int:
 
 
 def exit_now(code: int, restart: bool, status: bool = True) -> NoReturn:
-    """End the process, whatever its other threads do."""
+    """End the process, whatever its other threads do.
+
+    Not by Python's own way out: one of gloo's threads that lets go of a tensor meanwhile would abort it
+    (pytorch issues 38228 and 190489).
+    """
     if status:
         leave_status(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # who reads may be gone
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(torchruns_code(code, restart))

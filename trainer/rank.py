@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import traceback
+from atexit import _run_exitfuncs
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -15,15 +16,15 @@ import torch
 import torch.distributed as dist
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, StoppedRun, UserError
-from trainer.exit_status import clear_status, exit_now, leave_status, torchruns_code
+from trainer.exit_status import clear_status, exit_now, leave_status
 from trainer.signals import end_with_parent
 from trainer.watchdog import Watchdog
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
-def run_rank(work: Callable[[torch.device, Watchdog], int], timeout_s: float = 1800) -> int:
-    """Call ``work(device, watchdog)`` in the default process group and return its exit code.
+def run_rank(work: Callable[[torch.device, Watchdog], int], timeout_s: float = 1800) -> NoReturn:
+    """Call ``work(device, watchdog)`` in the default process group and end the process with its exit code.
 
     ``UserError`` and ``StoppedRun``, which every rank meets alike, are said once a machine; anything else
     with its traceback by the rank that it happened on, which then ends at once and takes the others with it.
@@ -54,7 +55,8 @@ def run_rank(work: Callable[[torch.device, Watchdog], int], timeout_s: float = 1
     watchdog.leave()
     leave_status(code)
     dist.destroy_process_group()
-    return torchruns_code(code, restart=False)
+    _run_exitfuncs()  # loader workers are ended here
+    exit_now(code, restart=False, status=False)
 
 
 def _is_lost_peer(error: BaseException | None) -> bool:
@@ -113,7 +115,6 @@ def _show_failure(error: BaseException) -> None:
 
 
 def _end_now(watchdog: Watchdog, code: int, restart: bool) -> NoReturn:
-    """End without destroying the process group, which would wait for ranks that may never come; nor by Python's own
-    way out, on which gloo's threads, still there, may abort the process."""
+    """End without destroying the process group, which would wait for ranks that may never come."""
     watchdog.end_all(code, restart)
     exit_now(code, restart)

@@ -264,6 +264,21 @@ def test_a_run_shorter_than_its_warm_up(tmp_path):
     assert result.returncode == 0 and "within the warm-up of 20 steps" in result.stdout, result.stderr
 
 
+@pytest.mark.parametrize("text, code", [("x" * 5000, 0), ("x", 2)])
+def test_a_thread_in_torch_does_not_abort_a_process_that_ends(tmp_path, text, code):
+    (tmp_path / "text.txt").write_text(text)
+    program = (
+        "import sys, threading, torch; from trainer.__main__ import main\n"
+        "def work(a=torch.ones(9)):\n"
+        "    while True: a + a\n"
+        "threading.Thread(target=work, daemon=True).start(); sys.exit(main())"
+    )
+    keys = ["--data.source=text", "--data.path=text.txt", "--training.steps=1", "--training.global_batch_size=2"]
+    process = start_job(tmp_path, ["-c", program, "train", *SMALL, *keys])
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+
+
 BAD = {
     "unknown_key": (["--training.seq_lenn=3"], "unknown key training.seq_lenn"),
     "wrong_type": (["--training.steps=many"], "training.steps = \"many\""),
