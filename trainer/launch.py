@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         rest, overrides = split_overrides(arguments)
         options = parser.parse_args(rest)
         config = load_config(options.config, overrides)
-        rendezvous, n_nodes = _rendezvous(options.max_restarts)
+        rendezvous, n_nodes = rendezvous_flags(options.max_restarts)
         nproc = _check(config, options.nproc, n_nodes)
     except UserError as error:
         print(error.message(), file=sys.stderr)
@@ -171,7 +171,7 @@ def _gpu_bytes() -> int:
     return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
 
 
-def _rendezvous(max_restarts: int) -> tuple[list[str], int]:
+def rendezvous_flags(max_restarts: int) -> tuple[list[str], int]:
     """torchrun's flags for finding the other machines, from the environment, and how many there are at most.
 
     NNODES is a number, or MIN:MAX: then the job goes on with fewer machines, and takes more when they come.

@@ -28,9 +28,7 @@ def main(options: argparse.Namespace, overrides: list[Override]) -> int:
     cluster = _cluster(options)
     n_gpus = cluster.n_nodes * cluster.gpus_per_node
     if options.measure:
-        measure_machine(Path(options.measure), options.gpu, n_gpus)
-        print(f"written: {options.measure}; use it with --gpu {options.measure}")
-        return 0
+        return measure_machine(Path(options.measure), options.gpu, n_gpus)
     if config.precision.compute == "auto":  # as on the GPU that is planned for, wherever this runs
         compute = "float32" if cluster.gpu.name == "cpu" else "bfloat16"
         config = config.model_copy(update={"precision": config.precision.model_copy(update={"compute": compute})})
@@ -61,7 +59,10 @@ def _cluster(options: argparse.Namespace) -> Cluster:
         if getattr(options, flag) < least:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: at least {least} is needed")
     if options.nodes > 1 and (options.measure or options.measure_top):
-        raise UserError(f"--nodes {options.nodes}: only this one machine can be measured")
+        raise UserError(
+            f"--nodes {options.nodes}: only this one machine can be measured; for the links between machines, run --measure "
+            "on each, with NNODES, NODE_RANK and MASTER_ADDR set as for ./run_train.sh"
+        )
     if options.measure and options.gpu.endswith(".toml"):
         raise UserError(
             f"--gpu {options.gpu}: what is measured is written beside numbers of a GPU by name, such as h100"

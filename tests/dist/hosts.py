@@ -73,6 +73,12 @@ class Hosts:
     def mend(self, index: int) -> None:
         self._ip("-n", self._switch, "link", "set", f"port{index}", "up")
 
+    def limit(self, index: int, rate: str) -> None:
+        """Slow the machine's way out to a rate of tc, such as "80mbit"."""
+        shaping = ["tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
+        command = ["tc", "-n", self.names[index], "qdisc", "add", "dev", "eth0", "root", *shaping]
+        subprocess.run(command, check=True, capture_output=True)
+
     def pids(self, index: int) -> list[int]:
         """The processes of a machine."""
         return _pids(self.names[index])

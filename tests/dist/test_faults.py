@@ -134,7 +134,7 @@ def test_a_rank_that_dies_in_a_save_starts_both_machines_again(straight, tmp_pat
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     code = (
-        "import sys; from trainer.launch import _rendezvous, run_ranks; sys.exit(run_ranks(1, sys.argv[1:], _rendezvous(2)[0]))"
+        "import sys; from trainer.launch import rendezvous_flags, run_ranks; sys.exit(run_ranks(1, sys.argv[1:], rendezvous_flags(2)[0]))"
     )
     keys = ["--training.steps=8", "--checkpoint.interval=2", f"--checkpoint.async_save={async_save}", "--job.output_dir=run"]
     meeting = dict(NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, FAULT="1 4 dies")

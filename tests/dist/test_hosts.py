@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from parallelize.planner.hardware import cluster_of
 from tests.dist.hosts import Hosts, why_not
 from tests.dist.runs import records
 from tests.dist.test_command import ROOT, SMALL, assert_same_curve, run, wait_for_step
@@ -58,6 +59,32 @@ def test_two_machines_with_addresses_of_their_own(straight, hosts, tmp_path):
         out, err = launcher.communicate(timeout=120)
         assert launcher.returncode == 0, err
     assert_same_curve(tmp_path / "run", straight)
+
+
+def test_links_within_and_between_machines_are_measured(hosts, tmp_path):
+    """Ranks of one machine share its memory; what passes between machines passes a bridge at 10 MB/s."""
+    try:
+        for index in range(2):
+            hosts.limit(index, "80mbit")
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no traffic shaping here: {error}")
+    command = [sys.executable, "-m", "trainer", "plan", "--gpu=cpu", "--gpus-per-node=2", "--measure=here.toml"]
+    meeting = {"NNODES": "2", "MASTER_ADDR": hosts.names[0], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    started = [
+        hosts.popen(
+            index, command, {**meeting, "NODE_RANK": str(index)},
+            cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=180) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert "written" in said[0][0] and said[1][0] == ""
+    found = cluster_of(str(tmp_path / "here.toml"), 2, 2)
+    # Two ranks share a machine's way out.
+    assert 1e6 < found.network_link.bytes_per_s < 6e6
+    assert found.node_link.bytes_per_s > 4 * found.network_link.bytes_per_s
+    assert 0 < found.calibration.attention_efficiency <= 1
 
 
 def test_a_machine_dies_and_the_other_goes_on_alone(straight, hosts, tmp_path):

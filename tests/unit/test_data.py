@@ -94,7 +94,7 @@ def write(path, content: bytes):
         ("g.jsonl", b'\n\n{"txt": "x"}\n', "jsonl", "g.jsonl:3: expected"),
         ("h.jsonl", b'{"text": "\xff"}\n', "jsonl", "h.jsonl:1: not valid UTF-8"),
         ("i.txt.gz", b"not gzip", "text", "cannot be read"),
-        ("j.txt.gz", gzip.compress(b"text" * 99)[:10] + b"broken", "text", "cannot be read"),
+        ("j.txt.gz", gzip.compress(b"text" * 99, mtime=0)[:10] + b"broken", "text", "cannot be read"),
         ("k.jsonl", b'{"text": "\\ud800"}\n', "jsonl", "k.jsonl:1: a lone surrogate"),
         ("l.jsonl", b"[" * 100_000, "jsonl", "l.jsonl:1: not one JSON object a line"),
     ],

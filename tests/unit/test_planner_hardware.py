@@ -12,7 +12,7 @@ from parallelize.planner.hardware import cluster_of
 from parallelize.planner.op_time import seconds
 from parallelize.planner.operations import Attention, Collective, Elementwise, Matmul
 from parallelize.planner.topology import crosses_nodes, members_per_node, node_map
-from trainer.plan_measure import half_size
+from trainer.plan_measure import half_length, half_size
 
 EXAMPLE = Layout(pp=4, dp_shard=4, tp=4)  # 64 GPUs, 8 nodes of 8
 GPU = cluster_of("a100", n_nodes=8)
@@ -182,3 +182,10 @@ def test_the_half_size_behind_two_rates(half):
 
 def test_a_small_matmul_that_is_no_slower_than_a_large_one():
     assert half_size(128, 1024, 2.0, 1.0) == 0
+
+
+@pytest.mark.parametrize("half", [0.0, 3.0, 420.0])
+def test_the_half_length_behind_two_rates(half):
+    rates = [size / (size + half) for size in (64, 512)]
+    assert half_length(64, 512, *rates) == pytest.approx(half, abs=1e-6)
+    assert half_length(64, 512, 2.0, 1.0) == 0
