@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from parallelize.action_times import ActionTimes
 from parallelize.mesh import Mesh
 from parallelize.plan import Plan, resolve
 from parallelize.schedules import ScheduleFile, schedule_of
@@ -58,15 +60,29 @@ def _run_actions(cells: Sequence[Sequence[str]], stages: list[PipelineStage], op
 
 
 class Stage(PipelineStage):
-    """A ``PipelineStage`` that can run forward only, in the memory of one micro-batch.
+    """A ``PipelineStage`` whose actions can be timed, and that can run forward only, in the memory of one micro-batch.
 
     In torch 2.13 one keeps every micro-batch's output (logits, on the last stage) for the backward that is not to
     come; and where its neighbour is on the same rank the runtime hands that one a gradient even so, and raises.
     A test fails once it no longer does.
     """
 
+    action_times: ActionTimes | None = None
+
+    def _timed(self, kind: str, micro_batch: int) -> AbstractContextManager:
+        return self.action_times.of(self.stage_index, kind, micro_batch) if self.action_times else nullcontext()
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward=False):
+        with self._timed("B" if full_backward else "I", bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward=False):
+        with self._timed("W", bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with self._timed("F", fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.has_backward and (self.is_last or self._next_is_here):
             self.fwd_cache.pop(fwd_chunk_id)
         return output
@@ -120,6 +136,18 @@ class Pipeline:
         self.has_last = n_stages - 1 in stage_indices
         self.n_runs = n_runs
         self.schedule = make_schedule(schedule, self.stages, n_microbatches // n_runs, loss_fn)
+
+    def start_timing(self) -> None:
+        """Note when each action of this rank begins and ends, from now on."""
+        self._times = ActionTimes(self.stages[0].device)
+        for stage in self.stages:
+            stage.action_times = self._times
+
+    def stop_timing(self) -> list[tuple[int, str, int, float, float]]:
+        """What has been noted, as ``ActionTimes.read``."""
+        for stage in self.stages:
+            stage.action_times = None
+        return self._times.read()
 
     def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
         """Run tokens and labels [sequences, S], cut into micro-batches; their losses on the last stage, else []."""

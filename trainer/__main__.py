@@ -66,6 +66,12 @@ def plan(options, overrides) -> int:
     return plan_command.main(options, overrides)
 
 
+def pipeline_plot(options, overrides) -> int:
+    from trainer import pipeline_plot
+
+    return pipeline_plot.main(options, overrides)
+
+
 def schema(options, overrides) -> int:
     _no_keys("schema", overrides)
     print(json.dumps(Config.model_json_schema(), indent=1))
@@ -160,6 +166,19 @@ COMMANDS = {
             "--write": {"metavar": "FILE", "help": "write the first layout as a config that trains"},
             "--plot": {"metavar": "FILE", "help": "draw its memory and time as a PNG"},
             "--json": _JSON,
+        },
+        True,
+    ),
+    "pipeline-plot": (
+        pipeline_plot,
+        "draw what pipeline ranks do over time, as a PNG and as a page that zooms",
+        {
+            "--gpu": {"metavar": "G", "default": "h100", "help": "as for plan (default h100): what the prediction is for"},
+            "--measured": {
+                "metavar": "RUN_DIR",
+                "help": "also draw a step that this run noted (--metrics.pipeline_steps); its config is the default",
+            },
+            "--out": {"metavar": "NAME", "default": "pipeline", "help": "of NAME.png and NAME.html (default pipeline)"},
         },
         True,
     ),

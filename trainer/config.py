@@ -244,6 +244,9 @@ class Metrics(Section):
     loss_spike: Annotated[float, Field(ge=0)] = Field(
         6.0, description="warn of a loss so many standard deviations above the mean of the 100 logged before; 0: off"
     )
+    pipeline_steps: tuple[Count, ...] = Field(
+        (), description="steps on which every action of the pipeline is timed, for pipeline-plot --measured"
+    )
 
 
 class Config(Section):

@@ -13,6 +13,7 @@ from trainer.lr_schedule import LrSchedule
 from trainer.metrics import Reporter, Stopwatch
 from trainer.nonfinite import NonFiniteError, NonFiniteGuard
 from trainer.optimizer import set_lr
+from trainer.pipeline_record import PipelineRecord
 from trainer.signals import StopRequest
 from trainer.step import StepResult, TrainStep
 from trainer.watchdog import Watchdog
@@ -56,6 +57,7 @@ class Run:
     log_interval: int
     save_interval: int  # 0: only the last step
     nonfinite: NonFiniteGuard
+    pipeline_record: PipelineRecord
     validation: Validation | None
     unread: deque = field(default_factory=deque)  # (step, result) whose verdict is still on the device
 
@@ -103,7 +105,9 @@ def train_steps(run: Run) -> bool:
         lr = run.lr.at(step)
         set_lr(run.step.optimizer, lr)
         run.checkpointer.writer.check()
+        run.pipeline_record.begin(step)
         result = run.step(tokens, labels, stop_requested=run.stop.requested)
+        run.pipeline_record.end(step)
         watch.n_steps += 1
 
         due = run.due(step)

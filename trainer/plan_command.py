@@ -15,7 +15,7 @@ from trainer.layout_rules import Choice
 from trainer.output_folder import write_whole
 from trainer.plan_measure import measure_machine, measured_step_s
 from trainer.plan_report import as_dict, explain_text, measured_text, plan_text, plot, trace_text
-from trainer.planner import Planner
+from trainer.planner import Planner, for_gpu
 from trainer.traced_rank import trace_rank
 
 # What --explain and --trace may name besides the keys of [parallel].
@@ -29,9 +29,7 @@ def main(options: argparse.Namespace, overrides: list[Override]) -> int:
     n_gpus = cluster.n_nodes * cluster.gpus_per_node
     if options.measure:
         return measure_machine(Path(options.measure), options.gpu, n_gpus)
-    if config.precision.compute == "auto":  # as on the GPU that is planned for, wherever this runs
-        compute = "float32" if cluster.gpu.name == "cpu" else "bfloat16"
-        config = config.model_copy(update={"precision": config.precision.model_copy(update={"compute": compute})})
+    config = for_gpu(config, cluster)
     planner = Planner(config, architecture_of(config), cluster)
     if options.explain is not None:
         return _explain(options, planner)

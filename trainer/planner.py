@@ -11,7 +11,8 @@ from parallelize.layout import Layout
 from parallelize.planner.hardware import Cluster
 from parallelize.planner.memory import RankMemory, rank_memory
 from parallelize.planner.numbers import ElementBytes, Job, ModelNumbers, Shapes, SplitTrace, UnitTrace, with_one_table
-from parallelize.planner.step_time import StepTime, UnitTime, busiest_s, step_time, unit_time
+from parallelize.planner.replay import Replay, action_orders, replay
+from parallelize.planner.step_time import StepTime, UnitTime, busiest_s, send_s, stage_times, step_time, unit_time
 from parallelize.schedules import schedule_of
 from trainer.build import treatment_of
 from trainer.config import Config
@@ -58,6 +59,14 @@ class Plan:
     best: list[Prediction]
     rejected: Counter
     n_choices: int
+
+
+def for_gpu(config: Config, cluster: Cluster) -> Config:
+    """The config with ``precision.compute = "auto"`` as it is on the cluster's GPU, wherever this runs."""
+    if config.precision.compute != "auto":
+        return config
+    compute = "float32" if cluster.gpu.name == "cpu" else "bfloat16"
+    return config.model_copy(update={"precision": config.precision.model_copy(update={"compute": compute})})
 
 
 class Planner:
@@ -116,6 +125,13 @@ class Planner:
         peak = self.cluster.gpu.peak_flops * job.layout.world_size
         memory = tuple(self._memory(job, rank) for rank in range(job.layout.pp))
         return Prediction(choice, job, memory, time, tokens, flops / peak)
+
+    def timeline(self, choice: Choice) -> tuple[Replay, float]:
+        """When each pipeline rank runs what in one run of the schedule, and seconds of a send between ranks."""
+        job = self.job_of(choice)
+        orders = action_orders(job.schedule, job.layout.pp, job.virtual_stages, choice.n_in_a_run)
+        send = send_s(job, self.numbers, self.cluster)
+        return replay(orders, stage_times(job, self._times_of(job), self.cluster), send), send
 
     def job_of(self, choice: Choice) -> Job:
         """The numbers of a choice without problems."""

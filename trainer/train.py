@@ -30,6 +30,7 @@ from trainer.measured_balance import with_measured_balance
 from trainer.metrics import Reporter
 from trainer.nonfinite import NonFiniteGuard
 from trainer.output_folder import open_output_folder, write_whole
+from trainer.pipeline_record import PipelineRecord
 from trainer.preflight import check_machines, measure_links
 from trainer.rank import on_main_rank, run_rank
 from trainer.signals import StopRequest
@@ -131,6 +132,7 @@ def _prepare(
         log_interval=config.metrics.log_interval,
         save_interval=config.checkpoint.interval,
         validation=_validation(resolved, mesh, device),
+        pipeline_record=PipelineRecord(step.micro_batches, config.metrics.pipeline_steps, folder / "plots", mesh),
         nonfinite=NonFiniteGuard(
             folder,
             place=mesh.place,

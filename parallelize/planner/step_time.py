@@ -145,39 +145,50 @@ def _in_turn(job: Job, shapes: Shapes, times: Mapping[str, UnitTime], cluster: C
 
 
 def _pipelined(job: Job, model: ModelNumbers, shapes: Shapes, times: Mapping[str, UnitTime], cluster: Cluster):
-    stage_times, busy = [], [(0.0, 0.0)] * job.layout.pp
+    busy = [(0.0, 0.0)] * job.layout.pp
     fsdp = _fsdp_times(job, shapes, cluster)
     exposed = [0.0] * job.layout.pp
     n_gathers = Counter(action.stage for actions in job.orders() for action in actions if action.kind == "U")
     for stage, rank in enumerate(job.stage_ranks):
         of_stage = [times[unit] for unit in job.units_of(stage)]
-        weight = sum(time.weight_s for time in of_stage)
-        backward = sum(time.backward_s + time.backward_tp_s for time in of_stage)
-        beyond = cluster.calibration.microbatch_s / 2
-        forward = beyond + sum(time.forward_s + time.forward_tp_s for time in of_stage)
-        backward += beyond
-        if stage == 0 and job.schedule.splits_backward:
-            weight = backward  # without an input to go on to, torch leaves all to the weights' half
-        stage_times.append(StageTime(forward, backward - weight, weight))
-        compute = 2 * beyond + sum(time.forward_s + time.backward_s for time in of_stage)
+        compute = cluster.calibration.microbatch_s + sum(time.forward_s + time.backward_s for time in of_stage)
         tp = sum(time.forward_tp_s + time.backward_tp_s for time in of_stage)
         busy[rank] = (busy[rank][0] + job.n_microbatches * compute, busy[rank][1] + job.n_microbatches * tp)
         # Gathered while other stages compute, but for the first unit; reduced after the last backward.
         gathers = [fsdp[unit][0] for unit in job.units_of(stage)]
         exposed[rank] += gathers[0] + cluster.calibration.fsdp_exposed * (n_gathers[stage] * sum(gathers) - gathers[0])
         exposed[rank] += sum(fsdp[unit][1] for unit in job.units_of(stage))
-    send = seconds(Collective("send", "pp", job.hidden_bytes(model.dim)), cluster, job.layout)
-    end = job.n_schedule_runs * _end_s(job, stage_times, send)
+    end = job.n_schedule_runs * _end_s(job, stage_times(job, times, cluster), send_s(job, model, cluster))
     return job.n_schedule_runs * max(exposed), busy, end
 
 
-def _end_s(job: Job, stage_times: list[StageTime], send_s: float) -> float:
+def stage_times(job: Job, times: Mapping[str, UnitTime], cluster: Cluster) -> list[StageTime]:
+    """Seconds of one micro-batch on each stage of a pipeline, FSDP's not counted."""
+    result = []
+    beyond = cluster.calibration.microbatch_s / 2
+    for stage in range(job.n_stages):
+        of_stage = [times[unit] for unit in job.units_of(stage)]
+        forward = beyond + sum(time.forward_s + time.forward_tp_s for time in of_stage)
+        backward = beyond + sum(time.backward_s + time.backward_tp_s for time in of_stage)
+        weight = sum(time.weight_s for time in of_stage)
+        if stage == 0 and job.schedule.splits_backward:
+            weight = backward  # without an input to go on to, torch leaves all to the weights' half
+        result.append(StageTime(forward, backward - weight, weight))
+    return result
+
+
+def send_s(job: Job, model: ModelNumbers, cluster: Cluster) -> float:
+    """Seconds of sending one micro-batch from a stage to the next."""
+    return seconds(Collective("send", "pp", job.hidden_bytes(model.dim)), cluster, job.layout)
+
+
+def _end_s(job: Job, of_stages: list[StageTime], send: float) -> float:
     """End of one run of the schedule; of a long one by two shorter, since it grows evenly in between."""
     n, pp = job.n_microbatches // job.n_schedule_runs, job.layout.pp
 
     def end(n_microbatches: int) -> float:
         orders = action_orders(job.schedule, pp, job.virtual_stages, n_microbatches)
-        return replay(orders, stage_times, send_s).end_s
+        return replay(orders, of_stages, send).end_s
 
     fewer, more = _STEADY * pp + n % pp, (_STEADY + 2) * pp + n % pp
     if n <= more or not hasattr(job.schedule, "name"):
