@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,6 +91,7 @@ def _measured_for(resolved: Resolved, device: torch.device) -> dict:
         "model": config.model.model_dump(exclude={"n_layers"}),
         "micro_batch": [config.training.micro_batch_size, config.training.seq_len],
         "tp": resolved.layout.tp,
+        "parallel": config.parallel.model_dump(include={"sequence_parallel", "loss_parallel", "replicate_kv_heads"}),
         "recompute": config.activation_checkpoint.mode,
         "compute": config.precision.compute,
         "compile": config.compile.model_dump(),
@@ -104,5 +106,5 @@ def _read(path: Path, measured_for: dict) -> dict[str, float] | None:
         seconds = {unit: float(left["seconds"][unit]) for unit in UNITS}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    usable = left.get("measured_for") == measured_for and all(value > 0 for value in seconds.values())
+    usable = left.get("measured_for") == measured_for and all(0 < value < math.inf for value in seconds.values())
     return seconds if usable else None

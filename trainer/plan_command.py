@@ -3,11 +3,13 @@
 import argparse
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 
 from parallelize.planner.hardware import Cluster, cluster_of
 from parallelize.schedules import schedule_of
+from trainer.config import Config
 from trainer.config_load import Override, dump_config, load_config
 from trainer.config_rules import architecture_of, resolve_config
 from trainer.errors import UserError
@@ -15,7 +17,7 @@ from trainer.layout_rules import Choice
 from trainer.output_folder import write_whole
 from trainer.plan_measure import measure_machine, measured_step_s
 from trainer.plan_report import as_dict, explain_text, measured_text, plan_text, plot, trace_text
-from trainer.planner import Planner, for_gpu
+from trainer.planner import SEARCHED, Planner, for_gpu
 from trainer.traced_rank import trace_rank
 
 # What --explain and --trace may name besides the keys of [parallel].
@@ -24,6 +26,7 @@ _OTHER_KEYS = {"micro_batch_size": "training.micro_batch_size", "recompute": "ac
 
 def main(options: argparse.Namespace, overrides: list[Override]) -> int:
     """Print the best layouts, or with --explain one. Exit code 0; raises ``UserError`` if no layout fits."""
+    _check_flags(options)
     config = load_config(options.config, [*overrides, *_explained(options.explain or "")])
     cluster = _cluster(options)
     n_gpus = cluster.n_nodes * cluster.gpus_per_node
@@ -33,6 +36,8 @@ def main(options: argparse.Namespace, overrides: list[Override]) -> int:
     planner = Planner(config, architecture_of(config), cluster)
     if options.explain is not None:
         return _explain(options, planner)
+    for line in [*_not_modelled(config), *_searched_anyway(overrides)]:
+        print(f"note: {line}", file=sys.stderr)
     # What is printed between is for people.
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
         plan = planner.search(max(options.top, options.measure_top))
@@ -49,6 +54,43 @@ def main(options: argparse.Namespace, overrides: list[Override]) -> int:
         print(json.dumps(as_dict(planner, plan) | {"measured_step_s": measured}, indent=1))
     _save(options, planner, plan.best[0])
     return 0
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    """Raises ``UserError`` for flags that do not go together, and for files that could not be written in the end."""
+    given = [flag for flag in ("explain", "measure", "measure_top") if getattr(options, flag) not in (None, 0)]
+    if len(given) > 1:
+        raise UserError(f"--{given[0]} and --{given[1].replace('_', '-')} do not go together: give one of them")
+    if options.trace and options.explain is None:
+        raise UserError("--trace is of one layout: give --explain too")
+    for flag in ("write", "plot", "measure"):
+        if path := getattr(options, flag):
+            parent = Path(path).resolve().parent
+            if Path(path).is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+                raise UserError(f"--{flag}: {path} cannot be written: name a file in a folder that exists")
+
+
+def _not_modelled(config: Config) -> list[str]:
+    """What the config asks for, and no time or memory printed counts."""
+    lines = []
+    if config.compile.enabled:
+        lines.append("compile.enabled = true: compiled blocks are predicted as if they were not")
+    if config.parallel.reshard_after_forward == "always":
+        lines.append(
+            'parallel.reshard_after_forward = "always": with a pipeline, its gathers for each micro-batch are not counted'
+        )
+    if config.parallel.balance == "measured":
+        lines.append('parallel.balance = "measured" is predicted as "flops"')
+    return lines
+
+
+def _searched_anyway(overrides: list[Override]) -> list[str]:
+    keys = {f"parallel.{name}" for name in SEARCHED} | {"training.micro_batch_size", "activation_checkpoint.mode"}
+    return [
+        f"{override.shown} is not looked at: the search goes over {override.key}; use --explain for one layout"
+        for override in overrides
+        if override.key in keys
+    ]
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:
@@ -74,27 +116,36 @@ def _cluster(options: argparse.Namespace) -> Cluster:
 def _explain(options: argparse.Namespace, planner: Planner) -> int:
     choice = _choice(planner)
     prediction = planner.predict(choice)
-    if options.json:
-        print(json.dumps(as_dict(planner, None, prediction), indent=1))
-    else:
+    for line in _not_modelled(planner.config):
+        print(f"note: {line}", file=sys.stderr)
+    if not options.json:
         print(explain_text(planner, prediction))
+    traced_peaks = []
     if options.trace:
         resolved = resolve_config(choice.config, choice.layout.world_size)
         for rank in range(choice.layout.pp):
-            print(trace_text(rank, prediction.memory[rank], trace_rank(resolved, rank)), flush=True)
+            traced = trace_rank(resolved, rank)
+            traced_peaks.append(traced.peak_bytes)
+            if not options.json:
+                print(trace_text(rank, prediction.memory[rank], traced), flush=True)
+    if options.json:
+        print(json.dumps(as_dict(planner, None, prediction) | {"traced_peak_bytes": traced_peaks}, indent=1))
     _save(options, planner, prediction)
     return 0
 
 
 def _explained(text: str) -> list[Override]:
     """``tp=8,pp=4,recompute=full`` as overrides. Raises ``UserError``."""
-    overrides = []
+    overrides, seen = [], set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not (key and equals and value):
             raise UserError(
                 f"--explain {text}: {part!r} is not KEY=VALUE, such as tp=8,pp=4,micro_batch_size=1,recompute=full"
             )
+        if key in seen:
+            raise UserError(f"--explain {text}: {key} is given twice")
+        seen.add(key)
         overrides.append(Override(_OTHER_KEYS.get(key, f"parallel.{key}"), value))
     return overrides
 

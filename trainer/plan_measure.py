@@ -107,7 +107,7 @@ def _measure_attention(device: torch.device, dtype: torch.dtype, peak_flops: flo
     return {
         "attention_efficiency": min(1.0, reached / peak_flops),
         "attention_half_seq": half,
-        "attention_backward": replace(work, backward=True).flops / backward_s / rates[1],
+        "attention_backward": min(1.0, replace(work, backward=True).flops / backward_s / rates[1]),
     }
 
 

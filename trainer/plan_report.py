@@ -158,7 +158,7 @@ def _heading(planner: Planner) -> str:
     cluster, training = planner.cluster, planner.config.training
     n_gpus = cluster.n_nodes * cluster.gpus_per_node
     return (
-        f"{planner.architecture.n_params / 1e9:.2f}B parameters on {n_gpus} x {cluster.gpu.name} ({cluster.n_nodes} node(s) of "
+        f"{_count(planner.architecture.n_params)} parameters on {n_gpus} x {cluster.gpu.name} ({cluster.n_nodes} node(s) of "
         f"{cluster.gpus_per_node}), {training.global_batch_size} sequences of {training.seq_len} tokens a step. "
         f"{planner.usable_bytes / GIB:.1f} of {cluster.gpu.memory_bytes / GIB:.1f} GiB a GPU are counted on. "
         f"Times: {cluster.calibration.label}."
@@ -177,6 +177,10 @@ def _schedule(prediction: Prediction) -> str:
         return "-"
     name = prediction.choice.config.parallel.schedule
     return f"{name} x{job.virtual_stages}" if job.virtual_stages > 1 else name
+
+
+def _count(n: int) -> str:
+    return f"{n / 1e9:.2f}B" if n >= 1e8 else f"{n / 1e6:.1f}M"
 
 
 def _fullest(prediction: Prediction) -> int:

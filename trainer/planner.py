@@ -29,6 +29,8 @@ _SCHEDULES = (
     ("InterleavedZeroBubble", 2),
     ("ZBVZeroBubble", None),
 )
+# Keys of [parallel] that a search decides.
+SEARCHED = ("tp", "pp", "dp_shard", "dp_replicate", "schedule", "virtual_stages", "schedule_microbatches", "balance")
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _RECOMPUTE = ("none", "selective", "full")
 _USABLE = 0.92  # of a GPU's memory: the rest is CUDA's context, communication buffers and fragmentation

@@ -133,10 +133,12 @@ def cluster_of(gpu: str, n_nodes: int, gpus_per_node: int = 8) -> Cluster:
     path = Path(gpu)
     try:
         tables = tomli.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, tomli.TOMLDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as TOML: {error}") from error
     base = tables.pop("base", None)
-    if base not in _TABLE:
+    if not isinstance(base, str) or base not in _TABLE:
         raise ValueError(f"{path}: base = {base!r}: use one of {', '.join(_TABLE)}")
     return _override(_from_table(base, n_nodes, gpus_per_node), tables, path)
 
@@ -166,7 +168,7 @@ def _override(cluster: Cluster, tables: dict, path: Path) -> Cluster:
 
 
 def _check(part, section: str, key: str, value, path: Path) -> None:
-    names = [field.name for field in dataclasses.fields(part)]
+    names = [field.name for field in dataclasses.fields(part) if field.name != "name"]
     if key not in names:
         raise ValueError(f"{path}: {section}.{key} = {value!r}: no such key; use one of {', '.join(names)}")
     if isinstance(getattr(part, key), str):
@@ -174,8 +176,14 @@ def _check(part, section: str, key: str, value, path: Path) -> None:
             raise ValueError(f"{path}: {section}.{key} = {value!r}: use a text")
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    may_be_zero = key.endswith("_s") and "bytes" not in key or key.startswith(("matmul_half", "attention_half"))
-    if not is_number or not (0 < value < float("inf") or value == 0 and may_be_zero):
-        raise ValueError(f"{path}: {section}.{key} = {value!r}: use a number{' from' if may_be_zero else ' above'} 0")
-    if key.endswith("efficiency") and value > 1:
-        raise ValueError(f"{path}: {section}.{key} = {value!r}: use a part of the data sheet's number, at most 1")
+    is_part = key.endswith("efficiency") or key in ("attention_backward", "fsdp_exposed")
+    is_rate = section != "calibration" and not key.endswith("latency_s")
+    if is_rate:
+        fits, wanted = is_number and 1 <= value < float("inf"), "a number, 1 or more"
+    elif is_part and key != "fsdp_exposed":
+        fits, wanted = is_number and 0.001 <= value <= 1, "a part of the data sheet's number, from 0.001 to 1"
+    else:
+        most = 1 if is_part else float("inf")
+        fits, wanted = is_number and 0 <= value <= most and value < float("inf"), f"a number from 0{' to 1' * is_part}"
+    if not fits:
+        raise ValueError(f"{path}: {section}.{key} = {value!r}: use {wanted}")

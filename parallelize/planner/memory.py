@@ -100,6 +100,8 @@ def _in_turn(job: Job, units: list[Unit]):
             gathered += unit.gathered
         held.add(unit, 1)
     reducing = 0  # the input of the reduction before, held until the next begins
+    # FSDP2 holds what it sums over replicas until the end of the backward. The only micro-batch's is its gradients.
+    holds = job.layout.dp_replicate > 1 and (job.n_microbatches > 1 or job.elements.reduce != job.elements.param)
     for index in reversed(range(len(units))):
         unit = units[index]
         mine = 0 if unit.stays else unit.gathered
@@ -111,8 +113,11 @@ def _in_turn(job: Job, units: list[Unit]):
         if unit.stays:
             gathered -= unit.gathered
         # Its gradients, as computed and as they are reduced.
-        yield gradients, gathered + ahead + unit.gathered + unit.reduced * (1 + share), *held.with_peak(unit, 0)
+        # With one data shard, what the first unit had gathered is freed after that only.
+        whole = unit.gathered * (2 if job.layout.dp_shard == 1 and index == 0 else 1)
+        yield gradients, gathered + ahead + whole + unit.reduced * (1 + share), *held.with_peak(unit, 0)
         reducing = unit.reduced
+        gathered += unit.sharded * job.elements.reduce if holds else 0
         if job.n_microbatches == 1:
             gradients += unit.sharded * job.elements.param
 

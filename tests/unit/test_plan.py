@@ -115,6 +115,12 @@ def test_explain_one_layout_and_trace_it(monkeypatch, capsys):
         (("--gpus-per-node", "3", "--explain", "tp=3"), "parallel.tp = 3 does not divide n_heads"),
         (("--explain", "tp=16"), "processes"),
         (("--explain", "tp=2,pp=2,schedule=ZBVZeroBubble,recompute=full"), "once more for each of its weights"),
+        (("--explain", "tp=2,tp=1"), "tp is given twice"),
+        (("--trace",), "give --explain too"),
+        (("--explain", "tp=2", "--measure-top", "1"), "do not go together"),
+        (("--explain", "tp=2", "--measure", "x.toml"), "do not go together"),
+        (("--write", "/none/out.toml"), "/none/out.toml cannot be written"),
+        (("--plot", "/tmp"), "/tmp cannot be written"),
         (("--model.size=9B",), "model.size"),
         (("--write", "/none/out.toml", "--explain", "tp=2"), "/none/out.toml cannot be written"),
         (("--plot", "/none/out.png", "--explain", "tp=2"), "/none/out.png"),
@@ -124,6 +130,16 @@ def test_wrong_input(monkeypatch, capsys, arguments, message):
     code, _, error = plan(monkeypatch, capsys, "--config", "llama3_8b", "--parallel.dp_shard=-1", *arguments)
     assert code == 2
     assert message in error
+
+
+def test_what_is_not_looked_at_is_said_and_json_stays_json(monkeypatch, capsys):
+    code, text, error = plan(monkeypatch, capsys, *SMALL, "--parallel.tp=2", "--compile.enabled=true", "--json")
+    assert code == 0 and json.loads(text)["layouts"]
+    assert "--parallel.tp=2 is not looked at" in error and "compile.enabled = true" in error
+    layout = "tp=2,dp_shard=1,micro_batch_size=1"
+    arguments = (*SMALL, "--model.n_layers=2", "--gpus-per-node", "2", "--explain", layout, "--trace", "--json")
+    code, text, error = plan(monkeypatch, capsys, *arguments)
+    assert code == 0 and len(json.loads(text)["traced_peak_bytes"]) == 1 and "not looked at" not in error
 
 
 def test_nothing_fits(monkeypatch, capsys):

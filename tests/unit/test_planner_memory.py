@@ -50,8 +50,18 @@ def check(planner, prediction, resolved, pp_rank: int) -> None:
         ("llama3_8b", 8, "full", {"training.global_batch_size": 8}),
         ("llama3_8b", 4, "selective", {"training.global_batch_size": 2, "parallel.tp": 2, "parallel.dp_shard": 2}),
         ("qwen3_0_6b", 8, "full", {"training.global_batch_size": 8, "parallel.tp": 2, "parallel.dp_shard": 4}),
+        ("llama3_8b", 4, "none", {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "training.global_batch_size": 8}),
+        ("llama3_8b", 2, "full", {"parallel.dp_replicate": 2, "parallel.dp_shard": 1, "training.global_batch_size": 4}),
+        (
+            "llama3_8b",
+            2,
+            "full",
+            {"parallel.dp_replicate": 2, "parallel.dp_shard": 1, "training.global_batch_size": 2}
+            | {"precision.reduce": "bfloat16"},
+        ),
+        ("llama3_8b", 1, "none", {"parallel.dp_shard": 1, "training.global_batch_size": 4}),
     ],
-    ids=["dp8", "dp8_one_microbatch", "dp2_tp2", "dp4_tp2_tied"],
+    ids=["dp8", "dp8_one_microbatch", "dp2_tp2", "dp4_tp2_tied", "hsdp", "replicas", "one_microbatch_bf16", "one_gpu"],
 )
 def test_without_a_pipeline(name, world_size, recompute, keys):
     keys = SMALL | keys | {"activation_checkpoint.mode": recompute}
