@@ -88,12 +88,7 @@ def _prepare(
     """Build model, step, loader and reports, and load the checkpoint."""
     config, training = resolved.config, resolved.config.training
     folder, is_main = Path(config.job.output_dir), dist.get_rank() == 0
-    mesh = Mesh(resolved.layout, device.type)
-    limits = {"job.step_timeout_s": config.job.step_timeout_s, "checkpoint.timeout_s": config.checkpoint.timeout_s}
-    watchdog.watch(limits, folder / "logs", mesh.place)
-    watchdog.begin("the check of the links", "job.step_timeout_s", factor=5)
-    links = measure_links(mesh, device)
-    watchdog.pause("building the model")
+    mesh, links = _connect(resolved, device, folder, watchdog)
     if config.parallel.balance == "measured" and resolved.layout.pp > 1:
         resolved = with_measured_balance(resolved, mesh, device, folder)
         config = resolved.config
@@ -141,6 +136,17 @@ def _prepare(
             n_skipped=state["skipped_steps"],
         ),
     )
+
+
+def _connect(resolved: Resolved, device: torch.device, folder: Path, watchdog: Watchdog) -> tuple[Mesh, str]:
+    """The mesh, watched from now on, and what its links have been measured at."""
+    config, mesh = resolved.config, Mesh(resolved.layout, device.type)
+    limits = {"job.step_timeout_s": config.job.step_timeout_s, "checkpoint.timeout_s": config.checkpoint.timeout_s}
+    watchdog.watch(limits, folder / "logs", mesh.place)
+    watchdog.begin("the check of the links", "job.step_timeout_s", factor=5)
+    links = measure_links(mesh, device)
+    watchdog.pause("building the model")
+    return mesh, links
 
 
 def _where_to_start(config: Config) -> tuple[Path | None, int]:
