@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event, Thread
 
 from trainer.config import Config
 from trainer.config_load import key_help, load_config, split_overrides
@@ -229,8 +230,13 @@ def _environment_number(name: str, least: int, default: int | None = None, most:
     return int(text)
 
 
-def run_ranks(nproc: int, command: list[str], rendezvous: Sequence[str] = ("--standalone",)) -> int:
-    """Run ``command`` as torchrun's workers. Returns rank 0's exit code if it left one, else a failing rank's."""
+def run_ranks(
+    nproc: int, command: list[str], rendezvous: Sequence[str] = ("--standalone",), others_s: float = 30
+) -> int:
+    """Run ``command`` as torchrun's workers. Returns rank 0's exit code if it left one, else a failing rank's.
+
+    ``others_s``: how long to wait, once the ranks of this machine have ended well, for those of the other machines.
+    """
     if not _THREADS_GIVEN:
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
     # Asked to stop, ranks finish their step and write a checkpoint: give them longer than torchrun's 30 s.
@@ -253,12 +259,17 @@ def run_ranks(nproc: int, command: list[str], rendezvous: Sequence[str] = ("--st
         os.environ[STATUS_FILE_VARIABLE], os.environ[LAUNCHER_VARIABLE] = status.name, str(os.getpid())
         failures, stopped = {}, False
         end_at_second_signal()
+        torchrun_ended = Event()
+        waiting = (Path(status.name), nproc, others_s, torchrun_ended)
+        Thread(target=_end_without_the_others, args=waiting, daemon=True).start()
         try:
             run.run(run.parse_args([*flags, *command]))
         except ChildFailedError as error:
             failures = error.failures
         except SignalException:
             stopped = True
+        finally:
+            torchrun_ended.set()
         said = read_status(status.read().decode())
         for rank, failure in sorted(failures.items()):
             name = failure.signal_name() if failure.exitcode < 0 else ""  # it could not say so itself
@@ -272,6 +283,21 @@ def run_ranks(nproc: int, command: list[str], rendezvous: Sequence[str] = ("--st
         if stopped:
             return EXIT_STOPPED  # before the ranks had begun: there was nothing to save
         return max([EXIT_FAILED, *(failure.exitcode for failure in failures.values())])
+
+
+def _end_without_the_others(status: Path, nproc: int, patience_s: float, torchrun_ended: Event) -> None:
+    """End this process once its ranks have ended well and torchrun still waits, for up to 300 s, for a machine that may be
+    gone or cut off: by then every rank of the job is done."""
+    left_s = patience_s
+    while left_s > 0:
+        if torchrun_ended.wait(0.5):
+            return
+        codes = status.read_text().split()
+        ended_well = len(codes) == nproc and {*codes} <= {str(code) for code in (0, EXIT_BAD_INPUT, EXIT_STOPPED)}
+        left_s = left_s - 0.5 if ended_well else patience_s
+    status.unlink()
+    sys.stdout.flush()
+    os._exit(read_status(" ".join(codes)))
 
 
 if __name__ == "__main__":

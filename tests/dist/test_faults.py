@@ -151,6 +151,31 @@ def test_a_rank_that_dies_in_a_save_starts_both_machines_again(straight, tmp_pat
     assert_same_curve(tmp_path / "run", straight)
 
 
+def test_a_launcher_does_not_wait_long_for_a_machine_that_never_ends(tmp_path):
+    """As when the link is cut after the last step: torchrun's own patience is 300 s."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    rank = tmp_path / "rank.py"
+    rank.write_text(
+        "import os, time\nfrom trainer.exit_status import exit_now\n"
+        "time.sleep(1000 if os.environ['RANK'] == '1' else 0)\nexit_now(0, restart=False)\n"
+    )
+    code = (
+        "import sys; from trainer.launch import rendezvous_flags, run_ranks; "
+        f"sys.exit(run_ranks(1, [{str(rank)!r}], rendezvous_flags(0)[0], others_s=2))"
+    )
+    meeting = dict(NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    launchers = [start_job(tmp_path, ["-c", code], NODE_RANK=str(rank), **meeting) for rank in range(2)]
+    try:
+        out, err = launchers[0].communicate(timeout=60)
+        assert launchers[0].returncode == 0 and "Traceback" not in err, err
+        assert launchers[1].poll() is None
+    finally:
+        for launcher in launchers:
+            kill_job(launcher)
+
+
 def test_a_second_ctrl_c_to_the_launcher_ends_everything(tmp_path):
     code = "from trainer.launch import run_ranks; import sys; sys.exit(run_ranks(2, sys.argv[1:], ['--standalone']))"
     command = ["-m", "tests.dist.failing_rank", "train", *SMALL, "--job.output_dir=run"]
