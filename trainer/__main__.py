@@ -8,6 +8,7 @@ import sys
 from trainer.config import Config
 from trainer.config_load import key_help, load_config, split_overrides
 from trainer.errors import EXIT_BAD_INPUT, UserError
+from trainer.runs import STATES_HELP
 from trainer.signals import StopRequest
 
 _NPROC = {"metavar": "N", "type": int, "help": "processes (default: its GPUs, else what the layout needs)"}
@@ -70,6 +71,13 @@ def pipeline_plot(options, overrides) -> int:
     from trainer import pipeline_plot
 
     return pipeline_plot.main(options, overrides)
+
+
+def runs(options, overrides) -> int:
+    _no_keys("runs", overrides)
+    from trainer import runs
+
+    return runs.main(options)
 
 
 def schema(options, overrides) -> int:
@@ -182,8 +190,28 @@ COMMANDS = {
         },
         True,
     ),
+    "runs": (
+        runs,
+        "a table of the runs below a folder, or two of them against each other",
+        {
+            "dir": {"metavar": "DIR", "nargs": "?", "default": "outputs", "help": "where to look (default outputs)"},
+            "--compare": {
+                "metavar": ("A", "B"), "nargs": 2,
+                "help": "two run folders, or names in the table: where their losses part, and a plot of both",
+            },
+            "--tolerance": {
+                "metavar": "X", "type": float, "default": 1e-5,
+                "help": "relative difference of losses to look for, with --compare (default 1e-5)",
+            },
+            "--out": {"metavar": "FILE", "default": "compare.png", "help": "the plot (default compare.png)"},
+            "--json": _JSON,
+        },
+        False,
+    ),
     "schema": (schema, "print the JSON schema of the configuration, for editors", {}, False),
 }  # fmt: skip
+
+_EPILOGS = {"runs": STATES_HELP}
 
 
 def main() -> int:
@@ -197,6 +225,7 @@ def main() -> int:
         command.set_defaults(run=function)
         for flag, settings in arguments.items():
             command.add_argument(flag, **settings)
+        command.epilog = _EPILOGS.get(name)
         if takes_config:
             command.add_argument(
                 "--config", metavar="C", help="a TOML file, or a name from train_configs/ (default: all defaults)"
