@@ -14,7 +14,7 @@ class ActionTimes:
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
             torch.cuda.synchronize(device)
-        self._started_at = time.time()
+        self.started_at = time.time()  # seconds since 1970
         self._start = self._mark()
         self._marks: list[tuple] = []
 
@@ -33,10 +33,10 @@ class ActionTimes:
 
     def _mark(self):
         if not self._on_gpu:
-            return time.time()
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _seconds(self, mark) -> float:
-        return self._started_at + self._start.elapsed_time(mark) / 1e3 if self._on_gpu else mark
+        return self.started_at + (self._start.elapsed_time(mark) / 1e3 if self._on_gpu else mark - self._start)

@@ -143,11 +143,11 @@ class Pipeline:
         for stage in self.stages:
             stage.action_times = self._times
 
-    def stop_timing(self) -> list[tuple[int, str, int, float, float]]:
-        """What has been noted, as ``ActionTimes.read``."""
+    def stop_timing(self) -> ActionTimes:
+        """What has been noted."""
         for stage in self.stages:
             stage.action_times = None
-        return self._times.read()
+        return self._times
 
     def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
         """Run tokens and labels [sequences, S], cut into micro-batches; their losses on the last stage, else []."""

@@ -42,7 +42,7 @@ class Checkpointer:
         self.optimizer = optimizer
         self.device = device
 
-    def save(self, step: int, skipped_steps: int) -> None:
+    def save(self, step: int, skipped_steps: int, validation_loss: float | None) -> None:
         """Write the state after ``step``, or start writing it. Raises ``SaveFailed``."""
         tensors = self._tensors()
         if self.stager is not None:
@@ -51,6 +51,7 @@ class Checkpointer:
         self.writer.write(step, tensors, {
             "step": step,
             "skipped_steps": skipped_steps,
+            "validation_loss": validation_loss,
             "samples_seen": step * self.config["training"]["global_batch_size"],
             "world_size": dist.get_world_size(),
             "config": self.config,

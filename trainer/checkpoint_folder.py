@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -79,7 +80,7 @@ def read_state(folder: Path) -> dict:
     """The checkpoint's ``trainer_state.json``. Raises ``UserError`` if it is damaged, or the folder is none.
 
     step, skipped_steps; config: as resolved; files: their manifest; tokenizer: digest of its file; origin: what a
-    Hugging Face directory said beside the architecture.
+    Hugging Face directory said beside the architecture; validation_loss: None where it was not measured at that step.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a checkpoint folder, such as outputs/debug/checkpoints/step-00000100")
@@ -87,7 +88,7 @@ def read_state(folder: Path) -> dict:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         if state.pop("crc32") != _crc_of(state):
             raise ValueError("it has been changed since it was written: its checksum differs")
-        return {key: state[key] for key in _STATE_KEYS}
+        return {key: state[key] for key in _STATE_KEYS} | {"validation_loss": state.get("validation_loss")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged_error(folder, error) from None
 
@@ -131,6 +132,16 @@ def architecture_in(folder: Path) -> DecoderConfig:
     """The architecture of the model in a checkpoint. Raises ``UserError``."""
     model = read_state(folder)["config"]["model"]
     return DecoderConfig(**{key: model[key] for key in DecoderConfig.__dataclass_fields__})
+
+
+def best_checkpoint(folders: Sequence[Path]) -> tuple[Path, float] | None:
+    """The checkpoint with the lowest validation loss, the first of equals, and that loss. None if none has one."""
+    losses = []
+    for folder in folders:
+        with contextlib.suppress(UserError):  # damaged
+            losses.append((read_state(folder)["validation_loss"], folder))
+    losses = [(loss, step_of(folder), folder) for loss, folder in losses if loss is not None and math.isfinite(loss)]
+    return (min(losses)[2], min(losses)[0]) if losses else None
 
 
 def newest_checkpoint(output_dir: str) -> Path:

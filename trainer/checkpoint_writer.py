@@ -14,7 +14,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.checkpoint_files import Writer
-from trainer.checkpoint_folder import complete_checkpoints, remove_checkpoint, remove_left_overs, step_of, write_state
+from trainer.checkpoint_folder import (
+    best_checkpoint,
+    complete_checkpoints,
+    remove_checkpoint,
+    remove_left_overs,
+    step_of,
+    write_state,
+)
 from trainer.config import Checkpoint
 from trainer.errors import StoppedRun
 from trainer.manifest import part_of_manifest
@@ -121,14 +128,15 @@ class CheckpointWriter:
         sync_folder(self.root)
 
     def _retire(self, step: int) -> None:
-        """Remove what ``keep_latest`` and ``keep_every`` do not keep, now that there is a newer one."""
+        """Remove what ``keep_latest``, ``keep_every`` and ``keep_best`` do not keep, now that there is a newer one."""
         latest, every = self.settings.keep_latest, self.settings.keep_every
         if not latest:
             return
         # Those after this step were damaged, or of a run that began again from here: no reason to drop good ones.
         past = [folder for folder in complete_checkpoints(self.root) if step_of(folder) <= step]
+        best = best_checkpoint(past) if self.settings.keep_best and len(past) > latest else None
         for old in past[:-latest]:
-            if every and step_of(old) % every == 0:
+            if (every and step_of(old) % every == 0) or (best and old == best[0]):
                 continue
             try:
                 remove_checkpoint(old)

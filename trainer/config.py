@@ -36,6 +36,11 @@ class Job(Section):
         description="end the job, with the stacks of all ranks, when a step and its data take longer (the first step: "
         "5 times as long); 0: never",
     )
+    gc_interval: CountOrOff = Field(
+        50,
+        description="steps between collections of Python's cyclic garbage, on every rank at the same step; 0: whenever Python "
+        "likes, on each rank at another time",
+    )
 
 
 class Model(Section):
@@ -205,6 +210,10 @@ class Checkpoint(Section):
     timeout_s: Annotated[float, Field(ge=0, le=10_000)] = Field(
         1800.0, description="end the job when training waits longer for a checkpoint to be written; 0: never"
     )
+    keep_best: bool = Field(
+        False,
+        description="keep the one with the lowest validation loss as well; it needs a validation at every checkpoint",
+    )
     on_failure: Literal["stop", "warn"] = Field(
         "stop", description='a checkpoint cannot be written: stop, or go on (the last one must be): "warn"'
     )
@@ -232,10 +241,11 @@ class Validation(Section):
     batches: Count = Field(
         10, description="global batches of each, always the same: the first of the text, in file order"
     )
-    source: Literal["text", "jsonl"] | None = Field(
-        None, description="as data.source (default: the training text itself)"
+    sets: dict[Annotated[str, Field(pattern=r"^[\w-]+$")], Annotated[str, Field(min_length=1)]] = Field(
+        {},
+        description='files by name, such as {novels = "held_out.txt", code = "code.jsonl.gz"}: the loss of each, and of all '
+        "together (default: the training text itself)",
     )
-    path: str | None = Field(None, min_length=1, description="as data.path, of the text that validation reads")
 
 
 class Metrics(Section):
@@ -244,8 +254,27 @@ class Metrics(Section):
     loss_spike: Annotated[float, Field(ge=0)] = Field(
         6.0, description="warn of a loss so many standard deviations above the mean of the 100 logged before; 0: off"
     )
+    wandb_project: str | None = Field(
+        None, min_length=1, description="report to Weights & Biases as well, under this project (needs the extra wandb)"
+    )
+    rank_logs: bool = Field(True, description="a log file of each rank in output_dir/logs")
+    straggler_interval: CountOrOff = Field(
+        0, description="steps between reports of the slowest rank, from a profile of one step on every rank; 0: none"
+    )
     pipeline_steps: tuple[Count, ...] = Field(
         (), description="steps on which every action of the pipeline is timed, for pipeline-plot --measured"
+    )
+
+
+class Debug(Section):
+    determinism: bool = Field(False, description="only deterministic kernels, and an error where there is none")
+    anomaly: bool = Field(False, description="name the forward operation behind a nan in the backward; slow")
+    profile_steps: tuple[Count, ...] = Field(
+        (), description="steps that are traced, into output_dir/profile, for Perfetto or TensorBoard"
+    )
+    profile_ranks: tuple[CountOrOff, ...] = Field((0,), min_length=1, description="ranks that are traced")
+    memory_history: bool = Field(
+        False, description="on a GPU: note where memory is allocated, for the snapshot that is written when it runs out"
     )
 
 
@@ -265,3 +294,4 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     validation: Validation = Validation()
     metrics: Metrics = Metrics()
+    debug: Debug = Debug()

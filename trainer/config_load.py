@@ -115,6 +115,8 @@ def key_schemas() -> dict[str, dict]:
 
 def type_text(schema: dict) -> str:
     """A JSON schema as words: "an integer, at least 1"."""
+    if schema.get("type") == "object":
+        return "a table of names (letters, digits, _ and -) and strings"
     if "anyOf" in schema:
         return " or ".join(type_text(option) for option in schema["anyOf"] if option.get("type") != "null")
     if "pattern" in schema:
@@ -136,6 +138,19 @@ def type_text(schema: dict) -> str:
     words += f", at most {high}" if high is not None else ""
     words += f", below {below}" if below is not None and below < 2**60 else ""
     return words + (", not empty" if schema.get("minLength") else "")
+
+
+def compared_keys(config: Config) -> dict[str, int | float | bool | str]:
+    """Key -> value of what runs are told apart by: not where they write, and no lists."""
+    tables = config.model_dump(
+        exclude_none=True, exclude={"job": {"output_dir"}, "checkpoint": True, "metrics": True, "debug": True}
+    )
+    return {
+        f"{section}.{key}": value
+        for section, table in tables.items()
+        for key, value in table.items()
+        if isinstance(value, (int, float, str))
+    }
 
 
 def key_help() -> str:

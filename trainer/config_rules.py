@@ -92,6 +92,7 @@ def resolve_config(config: Config, world_size: int) -> Resolved:
     layout = attempt(layout_of, config.parallel, world_size)
     problems += _lr_problems(config)
     problems += _data_problems(config)
+    problems += _validation_problems(config)
     problems += _start_problems(config)
     schedule = attempt(schedule_for, config.parallel)
     if layout is not None and schedule is not None:
@@ -212,10 +213,17 @@ def _data_problems(config: Config) -> Iterator[str]:
         yield f'data.path = "{data.path}" is not read with data.source = "bundled"; use "text" or "jsonl"'
     if data.source != "bundled" and data.path is None:
         yield f'data.source = "{data.source}" needs data.path'
-    validation = config.validation
-    if (validation.source is None) != (validation.path is None):
-        missing = "path" if validation.path is None else "source"
-        yield f'validation.{missing} is not set: validation.source ("text" or "jsonl") and validation.path go together'
+
+
+def _validation_problems(config: Config) -> Iterator[str]:
+    validation, checkpoint = config.validation, config.checkpoint
+    if validation.sets and not validation.interval:
+        yield "validation.sets is set, but validation.interval = 0 never validates: set it"
+    if checkpoint.keep_best and (not validation.interval or checkpoint.interval % validation.interval):
+        yield (
+            f"checkpoint.keep_best needs the validation loss of every checkpoint: with checkpoint.interval = {checkpoint.interval}, "
+            f"validation.interval must divide it, and is {validation.interval}"
+        )
 
 
 def _start_problems(config: Config) -> Iterator[str]:

@@ -62,13 +62,18 @@ def check_memory(n_params: int, precision: Precision, layout: Layout, n_local: i
     )
 
 
-def memory_peak_bytes(device_type: str) -> int:
-    """Most memory this process has used: allocated by torch on a GPU, resident on CPU."""
+def memory_bytes(device_type: str) -> tuple[int, int, int]:
+    """(allocated, reserved, the most allocated so far) of this process: by torch's allocator on a GPU, resident on a CPU."""
     if device_type == "cuda":
         import torch
 
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
     import resource
 
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    try:
+        with open("/proc/self/statm") as file:
+            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # no /proc here
+        resident = peak
+    return resident, resident, peak

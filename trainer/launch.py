@@ -27,6 +27,7 @@ _THREADS_GIVEN = "OMP_NUM_THREADS" in os.environ
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     stop = StopRequest()  # before torch loads, so that Ctrl-C is never a traceback
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # likewise: else the profiler announces each start and stop
     parser = argparse.ArgumentParser(
         prog="./run_train.sh", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train a model. Without arguments: the debug model on the bundled text.",
@@ -89,7 +90,7 @@ def _check(config: Config, nproc: int | None, n_nodes: int) -> int:
         from trainer.auto_layout import without_layout
 
         resolve_config(without_layout(config), 1)
-        return _check_surroundings(config, nproc)
+        return _check_surroundings(config, nproc, n_nodes)
     try:
         resolved = resolve_config(config, nproc * n_nodes)
     except UserError as error:
@@ -105,11 +106,18 @@ def _check(config: Config, nproc: int | None, n_nodes: int) -> int:
 
     gpu_bytes = _gpu_bytes() if n_gpus else None
     check_memory(resolved.architecture.n_params, config.precision, resolved.layout, nproc, gpu_bytes)
-    return _check_surroundings(config, nproc)
+    return _check_surroundings(config, nproc, n_nodes)
 
 
-def _check_surroundings(config: Config, nproc: int) -> int:
+def _check_surroundings(config: Config, nproc: int, n_nodes: int) -> int:
     check_files(config)
+    if config.debug.profile_steps and max(config.debug.profile_ranks) >= nproc * n_nodes:
+        ranks = list(config.debug.profile_ranks)
+        raise UserError(f"debug.profile_ranks = {ranks}, but the ranks are 0 to {nproc * n_nodes - 1}")
+    if config.metrics.wandb_project is not None:
+        from trainer.wandb_report import check_installed
+
+        check_installed()
     _check_writable(config.job.output_dir)  # last: it makes the folder
     return nproc
 
@@ -129,12 +137,12 @@ def _most_gpus(config: Config, n_gpus: int) -> int | None:
 
 def check_files(config: Config) -> None:
     """Raise ``UserError`` unless the config's data and tokenizer are there."""
-    from trainer.data.documents import check_source
+    from trainer.data.documents import check_source, source_of
     from trainer.data.tokenizer import tokenizer_file
 
     problems = []
-    validation = config.validation
-    own = [(check_source, (validation.source, validation.path, "validation.path"))] if validation.source else []
+    sets = config.validation.sets.items()
+    own = [(check_source, (source_of(path), path, f"validation.sets.{name}")) for name, path in sets]
     for check, arguments in (
         (check_source, (config.data.source, config.data.path)),
         *own,

@@ -1,5 +1,6 @@
 """The training loop: fetch, step, report, save, until the last step or a request to stop."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -7,17 +8,22 @@ from dataclasses import dataclass, field
 
 import torch
 
+from parallelize.layout import Layout
 from trainer.checkpoint import Checkpointer
-from trainer.hardware import memory_peak_bytes
+from trainer.garbage import Garbage
+from trainer.hardware import memory_bytes
+from trainer.instruments import Instruments
 from trainer.lr_schedule import LrSchedule
 from trainer.metrics import Reporter, Stopwatch
 from trainer.nonfinite import NonFiniteError, NonFiniteGuard
 from trainer.optimizer import set_lr
-from trainer.pipeline_record import PipelineRecord
+from trainer.rank_log import LOG
+from trainer.rank_stats import RankStats, gather_stats, summary_of
 from trainer.signals import StopRequest
 from trainer.step import StepResult, TrainStep
 from trainer.watchdog import Watchdog
 
+_MOST_EXP = 700  # exp of more is beyond a float
 _FIRST_STEP = 5  # times as long may the first step take: it compiles, allocates, meets the others
 
 
@@ -27,16 +33,17 @@ class RunFacts:
 
     tokens_per_step: int
     flops_per_token: int
-    world_size: int
+    layout: Layout
     peak_flops: float | None  # of one device; None: unknown
 
 
 @dataclass(frozen=True)
 class Validation:
-    """A fixed set of batches, read again each time."""
+    """Fixed sets of batches, read again each time."""
 
     interval: int
-    batches: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]  # of this data rank, on its device
+    # By name, "" if the run has only one; of this data rank, on its device:
+    sets: dict[str, Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]]
 
 
 @dataclass
@@ -57,7 +64,8 @@ class Run:
     log_interval: int
     save_interval: int  # 0: only the last step
     nonfinite: NonFiniteGuard
-    pipeline_record: PipelineRecord
+    instruments: Instruments
+    garbage: Garbage
     validation: Validation | None
     unread: deque = field(default_factory=deque)  # (step, result) whose verdict is still on the device
 
@@ -66,7 +74,10 @@ class Run:
         validate = self.validation is not None and (is_last or step % self.validation.interval == 0)
         return Due(
             validate=validate,
-            report=is_last or validate or step % self.log_interval == 0,
+            report=is_last
+            or validate
+            or step % self.log_interval == 0
+            or self.instruments.profiler.looks_for_stragglers(step),
             save=is_last or (self.save_interval > 0 and step % self.save_interval == 0),
         )
 
@@ -105,28 +116,35 @@ def train_steps(run: Run) -> bool:
         lr = run.lr.at(step)
         set_lr(run.step.optimizer, lr)
         run.checkpointer.writer.check()
-        run.pipeline_record.begin(step)
-        result = run.step(tokens, labels, stop_requested=run.stop.requested)
-        run.pipeline_record.end(step)
-        watch.n_steps += 1
-
         due = run.due(step)
+        with run.instruments.watching(step, due.report):
+            result = run.step(tokens, labels, stop_requested=run.stop.requested)
+        watch.n_steps += 1
+        watch.off_the_clock(run.instruments.profiler.write, step)
+
         run.unread.append((step, result))
         # A GPU runs behind: by the time this step is queued the one before is done or nearly so, and reading
         # its verdict leaves no gap. A log or a checkpoint wants the newest; a CPU has nothing to wait for.
-        reads_all = due.report or due.save or run.device.type == "cpu"
+        reads_all = due.report or due.save or is_first or run.device.type == "cpu"
         stops = read_verdicts(run, n_left_unread=0 if reads_all else 1)
+        if is_first:
+            watch.end_first_step(due.report)
+        validated = {}
         if due.report:
             record = record_of(run, step, result, lr, watch)
             if due.validate:
-                record |= validate(run, step)
-            run.reporter.write(record)
+                validated = validate(run, step)
+            run.reporter.write(record | validated)
             watch.restart()
         if stops and run.unread:
             read_verdicts(run, n_left_unread=0)
         if due.save or stops:
             run.watchdog.begin(f"the checkpoint of step {step}", "checkpoint.timeout_s")
-            watch.off_the_clock(run.checkpointer.save, step, run.nonfinite.n_skipped)
+            watch.time_checkpoint(
+                run.checkpointer.save, step, run.nonfinite.n_skipped, validated.get("validation_loss")
+            )
+            LOG.info("checkpoint of step %d", step)
+        run.garbage.after(step)
         if stops:
             return step == run.last_step
     return True
@@ -134,10 +152,18 @@ def train_steps(run: Run) -> bool:
 
 def validate(run: Run, step: int) -> dict:
     """The loss over the validation batches, and what it took, as a part of the step's record."""
-    run.watchdog.begin(f"the validation of step {step}", "job.step_timeout_s", factor=_FIRST_STEP)
     start = time.perf_counter()
-    loss, _ = run.step.evaluate(run.validation.batches())
-    return {"validation_loss": loss, "validation_time_s": time.perf_counter() - start}
+    losses, n_tokens = {}, {}
+    for name, batches in run.validation.sets.items():
+        run.watchdog.begin(f"the validation of step {step}", "job.step_timeout_s", factor=_FIRST_STEP)
+        losses[name], n_tokens[name] = run.step.evaluate(batches())
+    loss = sum(losses[name] * n_tokens[name] for name in losses) / max(1, sum(n_tokens.values()))
+    return {
+        "validation_loss": loss,
+        "validation_perplexity": math.exp(loss) if loss < _MOST_EXP else math.inf,
+        "validation_time_s": time.perf_counter() - start,
+        **({} if "" in losses else {"validation_loss_by_set": losses}),
+    }
 
 
 def next_batch(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,22 +190,31 @@ def record_of(run: Run, step: int, result: StepResult, lr: float, watch: Stopwat
     """One line of metrics.jsonl: rates over the steps since the last one."""
     facts = run.facts
     loss, grad_norm = result.loss.item(), result.grad_norm.item()  # first: they wait for the device
-    step_time_s = watch.elapsed_s / watch.n_steps
+    times = watch.times()
+    step_time_s = times["step_time_s"]
     tokens_per_s = facts.tokens_per_step / step_time_s
-    flops_per_device = tokens_per_s * facts.flops_per_token / facts.world_size
-    return {
+    flops_per_device = tokens_per_s * facts.flops_per_token / facts.layout.world_size
+    pipeline = run.instruments.pipeline
+    mine = RankStats(
+        watch.data_s / watch.n_steps,
+        result.squared_norm_share.item(),
+        *memory_bytes(run.device.type),
+        *(pipeline.busy_s, pipeline.begin_s, pipeline.end_s),
+    )
+    LOG.info("step %d: %.4f s, of it data %.4f s", step, step_time_s, mine.data_time_s)
+    record = {
         "step": step,
         "loss": loss,
         "grad_norm": grad_norm,
         "lr": lr,
         "tokens_seen": step * facts.tokens_per_step,
         "tokens_per_s": tokens_per_s,
-        "tokens_per_s_per_device": tokens_per_s / facts.world_size,
-        "step_time_s": step_time_s,
-        "data_time_s": watch.data_s / watch.n_steps,
-        "checkpoint_time_s": watch.paused_s,
+        "tokens_per_s_per_device": tokens_per_s / facts.layout.world_size,
+        **times,
         "tflops_per_device": flops_per_device / 1e12,
         "mfu": None if facts.peak_flops is None else flops_per_device / facts.peak_flops,
-        "memory_peak_bytes": memory_peak_bytes(run.device.type),
         "skipped_steps": run.nonfinite.n_skipped,
     }
+    if run.instruments.stragglers is not None:
+        record["stragglers"] = run.instruments.stragglers
+    return record | summary_of(gather_stats(mine, run.device), facts.layout)

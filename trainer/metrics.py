@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, TensorBoard, and a line on the console. Rank 0 alone writes."""
+"""What a run reports: metrics.jsonl, TensorBoard, Weights & Biases, and a line on the console. Rank 0 alone writes."""
 
 import contextlib
 import json
@@ -7,21 +7,26 @@ import statistics
 import sys
 import time
 from collections import deque
-from math import inf, isfinite
+from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
+from typing import Protocol
 
 from tqdm import tqdm
 
 from trainer.errors import StoppedRun
 
-# metrics.jsonl key -> TensorBoard tag, where the run's charts should show it.
+# metrics.jsonl key -> tag; a list by pipeline rank or a table by name gets a curve each below the tag.
 _TAGS = {
     "loss": "training/loss",
-    "validation_loss": "validation/loss",
-    "validation_time_s": "time/validation_s",
     "grad_norm": "training/grad_norm",
+    "grad_norm_by_stage": "training/grad_norm_by_stage",
     "lr": "training/lr",
     "tokens_seen": "training/tokens_seen",
+    "skipped_steps": "training/skipped_steps",
+    "validation_loss": "validation/loss",
+    "validation_perplexity": "validation/perplexity",
+    "validation_loss_by_set": "validation/loss_by_set",
     "tokens_per_s": "throughput/tokens_per_s",
     "tokens_per_s_per_device": "throughput/tokens_per_s_per_device",
     "tflops_per_device": "throughput/tflops_per_device",
@@ -29,29 +34,71 @@ _TAGS = {
     "step_time_s": "time/step_s",
     "data_time_s": "time/data_s",
     "checkpoint_time_s": "time/checkpoint_s",
+    "validation_time_s": "time/validation_s",
+    "first_step_time_s": "time/first_step_s",
     "memory_peak_bytes": "memory/peak_bytes",
-    "skipped_steps": "training/skipped_steps",
+    "memory_allocated_bytes": "memory/allocated_bytes",
+    "memory_reserved_bytes": "memory/reserved_bytes",
+    "memory_peak_bytes_by_stage": "memory/peak_bytes_by_stage",
+    "memory_allocated_bytes_by_stage": "memory/allocated_bytes_by_stage",
+    "memory_reserved_bytes_by_stage": "memory/reserved_bytes_by_stage",
+    "bubble_fraction": "pipeline/bubble_fraction",
 }
+# Of the first step alone they would only stretch the axis: it compiles, allocates, meets the others.
+_RATES = ("throughput/", "time/step_s", "pipeline/")
+
+
+def curves_of(record: dict) -> dict[str, float]:
+    """A record as points of curves: tag -> value."""
+    curves: dict[str, float] = {}
+    for key, tag in _TAGS.items():
+        value = record.get(key)
+        if isinstance(value, list):
+            value = {f"stage_{index}": entry for index, entry in enumerate(value)}
+        curves |= {f"{tag}/{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {tag: value}
+    of_first_step = record.get("first_step_time_s") == record["step_time_s"]
+    return {
+        tag: value
+        for tag, value in curves.items()
+        if value is not None and not (of_first_step and tag.startswith(_RATES))
+    }
 
 
 class Stopwatch:
     """Time of the steps since the last report, and the part spent waiting for data, in seconds.
 
-    ``off_the_clock`` leaves out what is not training, such as writing a checkpoint.
+    What is not training, such as writing a checkpoint, is off the clock. The first step of a start compiles,
+    allocates and meets the others: it counts in no rate but its own.
     """
 
     def __init__(self):
+        self._first_step_s: float | None = None  # until it is reported
         self.restart()
 
     def restart(self) -> None:
         self.n_steps = 0
         self.data_s = 0.0
-        self.paused_s = 0.0
+        self.off_s = 0.0
+        self.checkpoint_s = 0.0
         self._start = time.perf_counter()
+
+    def end_first_step(self, reported: bool) -> None:
+        """``reported``: now, by itself."""
+        self._first_step_s, self._alone = self.elapsed_s, reported
+        if not reported:
+            self.restart()
+
+    def times(self) -> dict[str, float]:
+        """Of the steps since the last report, as a part of its record."""
+        first_step_s, self._first_step_s = self._first_step_s, None
+        times = {"step_time_s": self.elapsed_s / self.n_steps, "checkpoint_time_s": self.checkpoint_s}
+        if first_step_s is None:
+            return times
+        return times | {"first_step_time_s": first_step_s} | ({"step_time_s": first_step_s} if self._alone else {})
 
     @property
     def elapsed_s(self) -> float:
-        return time.perf_counter() - self._start - self.paused_s
+        return time.perf_counter() - self._start - self.off_s - self.checkpoint_s
 
     def time_data(self, fetch):
         """The result of ``fetch()``, its time counted as waiting for data."""
@@ -60,11 +107,16 @@ class Stopwatch:
         self.data_s += time.perf_counter() - start
         return result
 
+    def time_checkpoint(self, save, *arguments) -> None:
+        """Run ``save(*arguments)`` off the clock."""
+        start = time.perf_counter()
+        save(*arguments)
+        self.checkpoint_s += time.perf_counter() - start
+
     def off_the_clock(self, work, *arguments) -> None:
-        """Run ``work(*arguments)`` off the clock."""
         start = time.perf_counter()
         work(*arguments)
-        self.paused_s += time.perf_counter() - start
+        self.off_s += time.perf_counter() - start
 
 
 class LossSpikes:
@@ -88,80 +140,117 @@ class LossSpikes:
         return warning
 
 
+class Place(Protocol):
+    """Where records go. Records are flat but for lists by pipeline rank and tables by name; None: not known."""
+
+    def write(self, record: dict) -> None: ...
+
+    def close(self, finished: bool) -> None: ...
+
+
 class Reporter:
-    """Writes each record to every place; does nothing on ranks other than 0.
+    """Writes each record to every place, in the order of ``places``; without places, on ranks other than 0, nothing."""
 
-    ``resume_step``: records of later steps, which a killed run left behind, are dropped, so that each
-    step appears once.
-    """
-
-    def __init__(
-        self, folder: Path, *, is_main: bool, resume_step: int, last_step: int, tensorboard: bool, loss_spike: float
-    ):
+    def __init__(self, folder: Path, places: Sequence[Place], loss_spike: float):
         self.folder = folder
+        self._places = places
         self._spikes = LossSpikes(loss_spike)
-        self._file = self._writer = self._bar = None
-        if not is_main:
-            return
-        try:
-            self._file = _reopen_jsonl(folder / "metrics.jsonl", resume_step)
-        except OSError as error:
-            raise StoppedRun(f"{folder / 'metrics.jsonl'} cannot be written: {error}") from None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
-        self._first_step, self._last_step, self._start = resume_step + 1, last_step, time.perf_counter()
-        if sys.stdout.isatty():
-            self._bar = tqdm(total=last_step, initial=resume_step, unit="step", file=sys.stdout, dynamic_ncols=True)
 
     def write(self, record: dict) -> None:
-        """Report one logged step: a dict with the keys of ``_TAGS`` and ``step``."""
-        if self._file is None:
+        """Report one logged step: ``step`` and what was measured."""
+        if not self._places:
             return
+        record = _finite(record)
         try:
-            self._write(record)
+            for place in self._places:
+                place.write(record)
         except OSError as error:
             raise StoppedRun(
                 f"the metrics of step {record['step']} cannot be written to {self.folder}: {error}"
             ) from None
-        self._print(record)
-        if warning := self._spikes.judge(record["loss"]):
+        if record["loss"] is not None and (warning := self._spikes.judge(record["loss"])):
             print(f"warning: step {record['step']}: {warning}", file=sys.stderr, flush=True)
 
-    def _write(self, record: dict) -> None:
+    def close(self, finished: bool) -> None:
+        for place in reversed(self._places):
+            with contextlib.suppress(OSError):  # all is flushed; a full disk was said before
+                place.close(finished)
+
+
+class JsonLines:
+    """``metrics.jsonl``: records of steps after ``resume_step``, which a killed run left behind, are dropped, so that each
+    step appears once."""
+
+    def __init__(self, path: Path, resume_step: int):
+        try:
+            self._file = _reopen_jsonl(path, resume_step)
+        except OSError as error:
+            raise StoppedRun(f"{path} cannot be written: {error}") from None
+
+    def write(self, record: dict) -> None:
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise FileNotFoundError("metrics.jsonl has been deleted while the run was writing it")
-        finite = {key: None if value != value or value in (inf, -inf) else value for key, value in record.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")  # JSON has no nan
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")  # JSON has no nan
         self._file.flush()
-        if self._writer is not None:
-            for key, tag in _TAGS.items():
-                if record.get(key) is not None:
-                    self._writer.add_scalar(tag, record[key], record["step"])
-            self._writer.flush()
 
-    def _print(self, record: dict) -> None:
+    def close(self, finished: bool) -> None:
+        self._file.close()
+
+
+class Console:
+    """A line a record; in a terminal a progress bar below them."""
+
+    def __init__(self, resume_step: int, last_step: int):
+        self._first_step, self._last_step, self._start = resume_step + 1, last_step, time.perf_counter()
+        self._bar = None
+        if sys.stdout.isatty():
+            self._bar = tqdm(total=last_step, initial=resume_step, unit="step", file=sys.stdout, dynamic_ncols=True)
+
+    def write(self, record: dict) -> None:
         mean_s = (time.perf_counter() - self._start) / (record["step"] - self._first_step + 1)
         left_s = (self._last_step - record["step"]) * mean_s  # checkpoints included, unlike step_time_s
         mfu = "" if record["mfu"] is None else f"  mfu {record['mfu']:.1%}"
-        validated = "" if "validation_loss" not in record else f"  validation loss {record['validation_loss']:.6f}"
         line = (
-            f"step {record['step']:>{len(str(self._last_step))}}/{self._last_step}  loss {record['loss']:.6f}"
-            f"  lr {record['lr']:.3e}  grad norm {record['grad_norm']:.4f}"
-            f"  {record['tokens_per_s']:,.0f} tokens/s{mfu}{validated}  left {_clock(left_s)}"
+            f"step {record['step']:>{len(str(self._last_step))}}/{self._last_step}  loss {_number(record['loss'], '.6f')}"
+            f"  lr {record['lr']:.3e}  grad norm {_number(record['grad_norm'], '.4f')}"
+            f"  {record['tokens_per_s']:,.0f} tokens/s{mfu}{_validation_text(record)}  left {_clock(left_s)}"
         )
         if self._bar is None:
             print(line, flush=True)
         else:
             self._bar.write(line, file=sys.stdout)
             self._bar.update(record["step"] - self._bar.n)
+        if found := record.get("stragglers"):
+            least, median, most = found["compute_s"]
+            print(
+                f"stragglers  step {record['step']}: without communication {least:.3f} to {most:.3f} s a rank, median {median:.3f}; "
+                f"slowest {found['slowest']} on {found['host']}", flush=True,
+            )  # fmt: skip
 
-    def close(self) -> None:
-        for place in (self._bar, self._writer, self._file):
-            if place is not None:
-                with contextlib.suppress(OSError):  # all is flushed; a full disk was said before
-                    place.close()
+    def close(self, finished: bool) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _finite(value):
+    """JSON has no nan and no inf: None, wherever they are."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def _validation_text(record: dict) -> str:
+    if "validation_loss" not in record:
+        return ""
+    by_set = record.get("validation_loss_by_set", {})
+    shown = f" ({', '.join(f'{name} {loss:.4f}' for name, loss in by_set.items())})" if len(by_set) > 1 else ""
+    return f"  validation loss {_number(record['validation_loss'], '.6f')}{shown}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "nan" if value is None else f"{value:{form}}"
 
 
 def _reopen_jsonl(path: Path, resume_step: int):

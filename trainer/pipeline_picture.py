@@ -25,11 +25,6 @@ class Panel:
     send_s: float | None
 
 
-def idle_share(replay: Replay) -> float:
-    """The part of all ranks' time, from the first action to the last, in which they run none."""
-    return 1 - sum(replay.busy_s) / (replay.end_s * len(replay.spans))
-
-
 def draw_png(panels: Sequence[Panel], path: Path) -> None:
     """One panel above the other, on the same scale of time. Raises ``UserError``."""
     try:

@@ -9,7 +9,7 @@ from trainer.config_load import Override, load_config
 from trainer.config_rules import architecture_of, layout_needs, resolve_config, schedule_for
 from trainer.errors import UserError
 from trainer.layout_rules import Choice
-from trainer.pipeline_picture import Panel, draw_page, draw_png, idle_share
+from trainer.pipeline_picture import Panel, draw_page, draw_png
 from trainer.pipeline_record import read_record
 from trainer.planner import Planner, for_gpu
 
@@ -49,7 +49,7 @@ def _predicted(config: Config, options: argparse.Namespace) -> Panel:
     return Panel(
         f"predicted on {cluster.gpu.name}: {resolved.layout}, {config.parallel.schedule}, "
         f"{len(resolved.layers_per_stage)} stages, {choice.n_in_a_run} micro-batches: {replay.end_s:.3g} s, "
-        f"{100 * idle_share(replay):.1f}% idle. Times: {calibration}",
+        f"{100 * replay.idle_share:.1f}% idle. Times: {calibration}",
         replay,
         send_s,
     )
@@ -58,5 +58,5 @@ def _predicted(config: Config, options: argparse.Namespace) -> Panel:
 def _measured(config: Config, run: Path) -> Panel:
     step, replay = read_record(run / "plots", config.parallel.pp)
     return Panel(
-        f"measured in {run}, step {step}: {replay.end_s:.3g} s, {100 * idle_share(replay):.1f}% idle", replay, None
+        f"measured in {run}, step {step}: {replay.end_s:.3g} s, {100 * replay.idle_share:.1f}% idle", replay, None
     )

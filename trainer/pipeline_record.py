@@ -1,4 +1,4 @@
-"""Timing a pipeline's actions on chosen steps of a run, one file a step and pipeline rank; and reading them back."""
+"""Timing a pipeline's actions: on logged steps for the bubble, on chosen steps into files, one a step and pipeline rank."""
 
 import json
 import sys
@@ -12,26 +12,36 @@ from trainer.output_folder import write_whole
 
 
 class PipelineRecord:
-    """Notes the actions of ``steps`` on the first tensor and data rank of each pipeline rank.
+    """Times the actions of this rank; of ``steps``, the first tensor and data rank of each pipeline rank writes them down.
 
     pipeline: what runs a step; not looked at without pipeline ranks.
     """
 
     def __init__(self, pipeline, steps: Collection[int], folder: Path, mesh: Mesh):
-        notes = mesh.layout.pp > 1 and mesh.dp_index == 0 and mesh.index("tp") == 0
-        self._steps = frozenset(steps) if notes else frozenset()
-        self._pipeline = pipeline
+        self._pipeline = pipeline if mesh.layout.pp > 1 else None
+        writes = mesh.dp_index == 0 and mesh.index("tp") == 0
+        self._steps = frozenset(steps) if writes else frozenset()
         self._folder, self._rank = folder, mesh.index("pp")
+        self._times = False
+        # Of the last step that was timed, in seconds from its start:
+        self.busy_s = self.begin_s = self.end_s = 0.0
 
-    def begin(self, step: int) -> None:
-        if step in self._steps:
+    def begin(self, step: int, reported: bool) -> None:
+        self._times = self._pipeline is not None and (reported or step in self._steps)
+        if self._times:
             self._pipeline.start_timing()
 
     def end(self, step: int) -> None:
-        """Write what the step's actions took; where that cannot be written, the run goes on."""
+        """Where a chosen step's actions cannot be written, the run goes on."""
+        if not self._times:
+            return
+        times = self._pipeline.stop_timing()
+        actions = times.read()
+        self.busy_s = sum(end - start for *_, start, end in actions)
+        self.begin_s = min(start for *_, start, _ in actions) - times.started_at
+        self.end_s = max(end for *_, end in actions) - times.started_at
         if step not in self._steps:
             return
-        actions = self._pipeline.stop_timing()
         try:
             self._folder.mkdir(exist_ok=True)
             write_whole(_file(self._folder, step, self._rank), json.dumps(actions))

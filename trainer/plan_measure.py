@@ -19,7 +19,7 @@ import torch.distributed as dist
 from parallelize.planner.hardware import cluster_of
 from parallelize.planner.op_time import HALF_HEAD_DIM
 from parallelize.planner.operations import Attention
-from trainer.config import Config
+from trainer.config import Checkpoint, Config, Debug, Metrics, Validation
 from trainer.config_load import dump_config
 from trainer.errors import UserError
 from trainer.launch import rendezvous_flags, run_ranks
@@ -178,9 +178,10 @@ def measured_step_s(config: Config, nproc: int) -> float:
         short = {
             "job": config.job.model_copy(update={"output_dir": str(run)}),
             "training": config.training.model_copy(update={"steps": _STEPS}),
-            "checkpoint": config.checkpoint.model_copy(update={"interval": 0, "export_dir": None, "resume": "auto"}),
-            "metrics": config.metrics.model_copy(update={"log_interval": 1, "tensorboard": False}),
-            "validation": config.validation.model_copy(update={"interval": 0}),
+            "checkpoint": Checkpoint(interval=0, init_from=config.checkpoint.init_from),
+            "metrics": Metrics(tensorboard=False),
+            "validation": Validation(),
+            "debug": Debug(),
             "lr_schedule": config.lr_schedule.model_copy(update={"total_steps": None, "warmup_steps": 0}),
         }
         written = Path(folder) / "config.toml"

@@ -55,6 +55,7 @@ class StepResult:
     verdict: "Verdict"
     # Of this rank alone, to find out where something not finite came from:
     loss_share: torch.Tensor
+    squared_norm_share: torch.Tensor  # over all ranks they add up to the square of grad_norm
     gradient_norms: Sequence[torch.Tensor]  # in the order of ``LocalModel.named``, before clipping
 
 
@@ -111,7 +112,8 @@ class TrainStep:
     def __call__(self, tokens: torch.Tensor, labels: torch.Tensor, stop_requested: bool = False) -> StepResult:
         loss_share = self.forward_backward(tokens, labels)
         loss, grad_norm, stop = self.total_and_clip(loss_share, stop_requested)
-        return StepResult(loss, grad_norm, Verdict(self.update(loss, grad_norm), stop), loss_share, self.gradient_norms)
+        verdict = Verdict(self.update(loss, grad_norm), stop)
+        return StepResult(loss, grad_norm, verdict, loss_share, self.squared_norm_share, self.gradient_norms)
 
     def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Accumulate gradients of all micro-batches. Returns what this rank adds to the loss, a scalar."""
@@ -128,10 +130,11 @@ class TrainStep:
         """Total loss, gradient norm and stop votes over all ranks, in one reduction; clip once by the norm."""
         gradients = [parameter.grad for parameter in self.parameters]
         self.gradient_norms = local_norms(gradients)
+        self.squared_norm_share = squared_norm_share(gradients, self.layout, self.gradient_norms)
         shares = torch.stack(
             [
                 loss_share.double() / self.layout.tp,
-                squared_norm_share(gradients, self.layout, self.gradient_norms),
+                self.squared_norm_share,
                 torch.full_like(loss_share, stop_requested, dtype=torch.float64),
             ]
         )

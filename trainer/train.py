@@ -1,7 +1,9 @@
 """The ``train`` command: what one rank does from a checked config to the end of the run."""
 
-import contextlib
+import functools
 import itertools
+import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,25 +17,31 @@ from trainer.build import build_model, build_train_step, compute_dtype
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_files import damage_in
 from trainer.checkpoint_folder import changed_since, check_same_run, choose_resume, read_state
-from trainer.config import Config
-from trainer.config_load import dump_config
+from trainer.config import Config, Debug
+from trainer.config_load import compared_keys, dump_config
 from trainer.config_rules import Resolved, resolve_config
 from trainer.data.loader import batches_in_order, load_rows, load_validation_rows, make_loader
 from trainer.data.rows import TokenRows
 from trainer.errors import EXIT_STOPPED, UserError
+from trainer.garbage import Garbage
 from trainer.hardware import peak_flops
 from trainer.hf_directory import read_origin
 from trainer.hf_export import export_run
+from trainer.instruments import Instruments
 from trainer.loop import Run, RunFacts, Validation, train
 from trainer.lr_schedule import LrSchedule
 from trainer.measured_balance import with_measured_balance
-from trainer.metrics import Reporter
+from trainer.memory_report import is_out_of_memory, memory_report, start_history, write_snapshot
+from trainer.metrics import Console, JsonLines, Place, Reporter
 from trainer.nonfinite import NonFiniteGuard
 from trainer.output_folder import open_output_folder, write_whole
 from trainer.pipeline_record import PipelineRecord
 from trainer.preflight import check_machines, measure_links
+from trainer.profiler import Profiler
 from trainer.rank import on_main_rank, run_rank
+from trainer.rank_log import LOG, close_rank_log, open_rank_log
 from trainer.signals import StopRequest
+from trainer.summary import device_name, stage_lines, summary
 from trainer.watchdog import Watchdog
 
 
@@ -42,6 +50,7 @@ def main(config: Config, stop: StopRequest) -> int:
 
     def work(device: torch.device, watchdog: Watchdog) -> int:
         stop.listen()
+        _switch_on(config.debug, device)
         if not _train(config, device, stop, watchdog):
             return EXIT_STOPPED
         if config.checkpoint.export_dir is not None and dist.get_rank() == 0:  # the others leave: nobody waits
@@ -50,6 +59,17 @@ def main(config: Config, stop: StopRequest) -> int:
 
     # Torch's own limit on a collective comes after ours, which knows more.
     return run_rank(work, timeout_s=max(1800, 2 * config.job.step_timeout_s))
+
+
+def _switch_on(debug: Debug, device: torch.device) -> None:
+    """What torch itself offers for finding faults."""
+    if debug.determinism:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
+    if debug.anomaly:
+        torch.autograd.set_detect_anomaly(True)
+    if debug.memory_history and device.type == "cuda":
+        start_history()
 
 
 def _train(config: Config, device: torch.device, stop: StopRequest, watchdog: Watchdog) -> bool:
@@ -73,8 +93,19 @@ def _train(config: Config, device: torch.device, stop: StopRequest, watchdog: Wa
                 )
             return True
         run = _prepare(resolved, rows, resume_from, device, stop, watchdog)
-        with contextlib.closing(run.reporter):
-            return train(run)
+        finished = False
+        try:
+            finished = train(run)
+        except Exception as error:
+            if is_out_of_memory(error):
+                _say_out_of_memory(run, watchdog, folder)
+            LOG.error("ended: %s", error)
+            raise
+        finally:
+            run.reporter.close(finished)
+            run.garbage.close()
+            close_rank_log()
+    return finished
 
 
 def _prepare(
@@ -97,10 +128,12 @@ def _prepare(
     step = build_train_step(resolved, model, mesh, device)
     checkpointer = Checkpointer(config, model, step.optimizer, device)
     state = _load(config, checkpointer, resume_from)
-    done = state["step"]
+    done, stages = state["step"], stage_lines(resolved, model)
+    if config.metrics.rank_logs:
+        open_rank_log(folder / "logs", dist.get_rank(), mesh.place, device)
     if is_main:
         write_whole(folder / "config.toml", dump_config(config))
-        _print_summary(resolved, device, len(rows), links)
+        print(summary(resolved, device_name(device), len(rows), links, stages), flush=True)
         _print_start(config, resume_from, state)
     loader = make_loader(
         rows, config.data, training.global_batch_size, mesh.dp_index, resolved.layout.dp, first_step=done + 1
@@ -110,14 +143,7 @@ def _prepare(
         batches=iter(loader),
         lr=_lr_schedule(config),
         checkpointer=checkpointer,
-        reporter=Reporter(
-            folder,
-            is_main=is_main,
-            resume_step=done,
-            last_step=training.steps,
-            tensorboard=config.metrics.tensorboard,
-            loss_spike=config.metrics.loss_spike,
-        ),
+        reporter=Reporter(folder, _places(config, folder, done) if is_main else (), config.metrics.loss_spike),
         stop=stop,
         watchdog=watchdog,
         facts=_facts(resolved, device),
@@ -127,7 +153,17 @@ def _prepare(
         log_interval=config.metrics.log_interval,
         save_interval=config.checkpoint.interval,
         validation=_validation(resolved, mesh, device),
-        pipeline_record=PipelineRecord(step.micro_batches, config.metrics.pipeline_steps, folder / "plots", mesh),
+        instruments=Instruments(
+            PipelineRecord(step.micro_batches, config.metrics.pipeline_steps, folder / "plots", mesh),
+            Profiler(
+                config.debug.profile_steps if dist.get_rank() in config.debug.profile_ranks else (),
+                config.metrics.straggler_interval,
+                folder / "profile",
+                mesh.place,
+                device,
+            ),
+        ),
+        garbage=Garbage(config.job.gc_interval),
         nonfinite=NonFiniteGuard(
             folder,
             place=mesh.place,
@@ -189,16 +225,41 @@ def _load(config: Config, checkpointer: Checkpointer, resume_from: Path | None) 
 
 def _validation(resolved: Resolved, mesh: Mesh, device: torch.device) -> Validation | None:
     config = resolved.config
-    rows = load_validation_rows(config, resolved.architecture.vocab_size)
-    if rows is None:
-        return None
+    sets = load_validation_rows(config, resolved.architecture.vocab_size)
 
-    def batches():
+    def batches(rows: TokenRows):
         whole = batches_in_order(rows, config.training.global_batch_size, mesh.dp_index, resolved.layout.dp)
         for tokens, labels in itertools.islice(whole, config.validation.batches):
             yield tokens.to(device), labels.to(device)
 
-    return Validation(config.validation.interval, batches)
+    if not sets:
+        return None
+    return Validation(
+        config.validation.interval, {name: functools.partial(batches, rows) for name, rows in sets.items()}
+    )
+
+
+def _places(config: Config, folder: Path, done_steps: int) -> list[Place]:
+    """Where rank 0 reports."""
+    places: list[Place] = [JsonLines(folder / "metrics.jsonl", done_steps)]
+    if config.metrics.tensorboard:
+        from trainer.tensorboard import TensorBoard
+
+        places.append(TensorBoard(folder / "tensorboard", done_steps, compared_keys(config), dump_config(config)))
+    if config.metrics.wandb_project is not None:
+        from trainer.wandb_report import WeightsAndBiases
+
+        tables = json.loads(config.model_dump_json(exclude_none=True))
+        places.append(WeightsAndBiases(config.metrics.wandb_project, folder, tables))
+    return [*places, Console(done_steps, config.training.steps)]
+
+
+def _say_out_of_memory(run: Run, watchdog: Watchdog, folder: Path) -> None:
+    report = memory_report(run.step.model.named, run.step.optimizer, run.device, watchdog.doing)
+    print("".join(f"[{watchdog.place}] {line}\n" for line in report.splitlines()), file=sys.stderr, flush=True)
+    LOG.error(report)
+    if run.device.type == "cuda":
+        write_snapshot(folder / "profile" / f"out-of-memory-rank-{dist.get_rank()}.pickle")
 
 
 def _lr_schedule(config: Config) -> LrSchedule:
@@ -213,17 +274,13 @@ def _lr_schedule(config: Config) -> LrSchedule:
     )
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
 def _facts(resolved: Resolved, device: torch.device) -> RunFacts:
     config = resolved.config
     return RunFacts(
         tokens_per_step=resolved.tokens_per_step,
         flops_per_token=resolved.architecture.flops_per_token(config.training.seq_len),
-        world_size=resolved.layout.world_size,
-        peak_flops=peak_flops(_device_name(device), compute_dtype(config, device.type)),
+        layout=resolved.layout,
+        peak_flops=peak_flops(device_name(device), compute_dtype(config, device.type)),
     )
 
 
@@ -233,27 +290,3 @@ def _print_start(config: Config, resume_from: Path | None, state: dict) -> None:
         print("\n".join([f"resuming    {resume_from}", *changed_since(state, config)]), flush=True)
     elif weights:
         print(f"weights     {weights}", flush=True)
-
-
-def _print_summary(resolved: Resolved, device: torch.device, n_rows: int, links: str) -> None:
-    config, layout, training = resolved.config, resolved.layout, resolved.config.training
-    precision, n_processes = config.precision, layout.world_size
-    stages = f", {config.parallel.schedule}, layers per stage {'+'.join(map(str, resolved.layers_per_stage))}"
-    print(
-        f"model       {config.model.hf_path or config.checkpoint.init_from or f'{config.model.family} {config.model.size}'}, {resolved.architecture.n_params:,} parameters\n"
-        f"layout      {layout}{stages if layout.pp > 1 else ''}; {n_processes} process{'es' * (n_processes > 1)} on {_device_name(device)}\n"
-        f"batch       {training.micro_batch_size} sequences x {resolved.n_microbatches} micro-batches x {layout.dp} data ranks "
-        f"= {training.global_batch_size} of {training.seq_len} tokens: {resolved.tokens_per_step:,} tokens a step\n"
-        f"data        {n_rows:,} rows, {n_rows / training.global_batch_size:.1f} steps an epoch\n"
-        f"precision   parameters and optimizer {precision.param}, compute {precision.compute}, gradient reduction {precision.reduce}\n"
-        f"output      {config.job.output_dir}"
-    )
-    if links:
-        print(f"links       {links}")
-    if precision.param == "bfloat16":
-        print("warning     parameters in bfloat16: an update below 1/256 of a weight is lost (1.0 - 1e-4 == 1.0)")
-    if config.lr_schedule.warmup_steps >= training.steps:
-        print(f"warning     the run ends within the warm-up of {config.lr_schedule.warmup_steps} steps")
-    if config.metrics.tensorboard:
-        print(f"watch       tensorboard --logdir {Path(config.job.output_dir) / 'tensorboard'}")
-    sys.stdout.flush()

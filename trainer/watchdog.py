@@ -79,6 +79,11 @@ class Watchdog:
         """Something begins that may take as long as it takes."""
         self._now = (doing, None, 0.0, time.monotonic())
 
+    @property
+    def doing(self) -> str:
+        """What the main thread is in, such as "step 5"."""
+        return self._now[0]
+
     def leave(self) -> None:
         """This rank ends well."""
         self._over.set()

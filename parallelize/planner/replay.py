@@ -38,6 +38,11 @@ class Replay:
     def busy_s(self) -> tuple[float, ...]:
         return tuple(sum(end - start for _, start, end in spans) for spans in self.spans)
 
+    @property
+    def idle_share(self) -> float:
+        """The part of all ranks' time, from the first action to the last, in which they run none: the bubble."""
+        return 1 - sum(self.busy_s) / (self.end_s * len(self.spans))
+
 
 @functools.lru_cache(maxsize=4096)
 def action_orders(schedule: Schedule, pp: int, virtual_stages: int, n_microbatches: int) -> Orders:

@@ -10,7 +10,7 @@ from parallelize.planner.replay import Replay, action_orders
 from parallelize.schedule_file import Action
 from parallelize.schedules import schedule_of
 from trainer.__main__ import main
-from trainer.pipeline_picture import Panel, draw_page, idle_share
+from trainer.pipeline_picture import Panel, draw_page
 
 SMALL = ("--model.n_layers=4", "--training.global_batch_size=8", "--training.micro_batch_size=1", "--parallel.pp=2")
 
@@ -83,7 +83,7 @@ def test_wrong_input(monkeypatch, capsys, arguments, message):
 
 def test_idle_share_and_a_title_that_looks_like_html(tmp_path):
     replay = Replay((((Action(0, "F", 0), 0.0, 1.0),), ((Action(1, "F", 0), 1.0, 3.0),)))
-    assert idle_share(replay) == pytest.approx(0.5)
+    assert replay.idle_share == pytest.approx(0.5)
     draw_page([Panel("</script><b>", replay, None)], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "</script><b>" not in page and len(spans_of(page)[0]) == 2

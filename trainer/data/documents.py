@@ -12,15 +12,20 @@ from trainer.errors import UserError
 BUNDLED_TEXT = ASSETS / "pride_and_prejudice.txt.gz"
 
 
-def read_documents(source: str, path: str | None) -> Iterator[str]:
+def source_of(path: str) -> str:
+    """What a file holds, by its name: "jsonl" or "text"."""
+    return "jsonl" if path.removesuffix(".gz").endswith(".jsonl") else "text"
+
+
+def read_documents(source: str, path: str | None, key: str = "data.path") -> Iterator[str]:
     """The documents of a data source in file order: a text file is one, a JSONL file one a line.
 
-    Empty documents are left out. Raises ``UserError`` naming the file, and the line where there is one.
+    Empty documents are left out. Raises ``UserError`` naming ``key`` and the file, and the line where there is one.
     """
-    file = check_source(source, path)
-    content = _read_bytes(file)
+    file = check_source(source, path, key)
+    content = _read_bytes(file, key)
     if not content.strip():
-        raise UserError(f"data.path = {str(file)!r}: the file is empty")
+        raise UserError(f"{key} = {str(file)!r}: the file is empty")
     documents = _json_lines(file, content) if source == "jsonl" else [_decode(file, content)]
     return (document for document in documents if document)
 
@@ -35,11 +40,11 @@ def check_source(source: str, path: str | None, key: str = "data.path") -> Path:
     return file
 
 
-def _read_bytes(file: Path) -> bytes:
+def _read_bytes(file: Path, key: str) -> bytes:
     try:
         return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"data.path = {str(file)!r}: cannot be read: {error}") from None
+        raise UserError(f"{key} = {str(file)!r}: cannot be read: {error}") from None
 
 
 def _decode(file: Path, content: bytes, line: int | None = None) -> str:

@@ -10,7 +10,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.config import Config, Data
-from trainer.data.documents import read_documents
+from trainer.data.documents import read_documents, source_of
 from trainer.data.rows import IGNORED, TokenRows, token_stream
 from trainer.data.tokenizer import load_tokenizer_for
 
@@ -63,19 +63,28 @@ class StepSampler:
             yield batch[self.dp_index * self.share : (self.dp_index + 1) * self.share]
 
 
-def load_rows(data: Data, seq_len: int, vocab_size: int) -> TokenRows:
-    """Read and tokenize the text of the ``[data]`` section. Raises ``UserError`` for what the user can mend."""
+def load_rows(data: Data, seq_len: int, vocab_size: int, key: str = "data.path") -> TokenRows:
+    """Read and tokenize the text of the ``[data]`` section. Raises ``UserError``, with ``key``, for what the user can mend."""
     tokenizer = load_tokenizer_for(data.tokenizer, vocab_size)
-    return TokenRows(token_stream(read_documents(data.source, data.path), tokenizer), seq_len)
+    return TokenRows(token_stream(read_documents(data.source, data.path, key), tokenizer), seq_len)
 
 
-def load_validation_rows(config: Config, vocab_size: int) -> TokenRows | None:
-    """The rows of the ``[validation]`` section, or of the training text if it names none; None if there is none."""
-    section = config.validation
+def load_validation_rows(config: Config, vocab_size: int) -> dict[str, TokenRows]:
+    """The rows of each validation set by name; "" is the training text, where the config names none. Empty: no validation."""
+    section, seq_len = config.validation, config.training.seq_len
     if not section.interval:
-        return None
-    own = {"source": section.source, "path": section.path} if section.source else {}
-    return load_rows(config.data.model_copy(update=own), config.training.seq_len, vocab_size)
+        return {}
+    if not section.sets:
+        return {"": load_rows(config.data, seq_len, vocab_size)}
+    return {
+        name: load_rows(
+            config.data.model_copy(update={"source": source_of(path), "path": path}),
+            seq_len,
+            vocab_size,
+            key=f"validation.sets.{name}",
+        )
+        for name, path in section.sets.items()
+    }
 
 
 def make_loader(

@@ -1,0 +1,64 @@
+"""What every rank has to say of a logged step, brought together in one small gather."""
+
+import math
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+
+import torch
+import torch.distributed as dist
+
+from parallelize.layout import Layout
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """One rank's part, all floats: seconds and bytes."""
+
+    data_time_s: float
+    squared_norm_share: float  # of the gradient
+    memory_allocated_bytes: float
+    memory_reserved_bytes: float
+    memory_peak_bytes: float
+    # Of its pipeline actions, counted from the start of the step; 0 without a pipeline:
+    pipeline_busy_s: float = 0.0
+    pipeline_begin_s: float = 0.0
+    pipeline_end_s: float = 0.0
+
+
+def gather_stats(mine: RankStats, device: torch.device) -> list[RankStats]:
+    """Every rank's, by rank. Called by all ranks together."""
+    if dist.get_world_size() == 1:
+        return [mine]
+    values = torch.tensor(astuple(mine), dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, values)
+    return [RankStats(*row) for row in torch.stack(everyone).tolist()]
+
+
+def summary_of(ranks: list[RankStats], layout: Layout) -> dict:
+    """The part of a step's record that they make; with a pipeline, lists by pipeline rank."""
+    by_stage = [ranks[first : first + layout.stage_ranks] for first in range(0, len(ranks), layout.stage_ranks)]
+
+    def most_by_stage(value: Callable[[RankStats], float]) -> list[int]:
+        return [int(max(map(value, stage))) for stage in by_stage]
+
+    peaks = most_by_stage(lambda rank: rank.memory_peak_bytes)
+    record = {
+        "data_time_s": max(rank.data_time_s for rank in ranks),
+        "memory_peak_bytes": max(peaks),
+        "memory_allocated_bytes": max(most_by_stage(lambda rank: rank.memory_allocated_bytes)),
+        "memory_reserved_bytes": max(most_by_stage(lambda rank: rank.memory_reserved_bytes)),
+    }
+    if layout.pp == 1:
+        return record
+    record |= {
+        "memory_peak_bytes_by_stage": peaks,
+        "memory_allocated_bytes_by_stage": most_by_stage(lambda rank: rank.memory_allocated_bytes),
+        "memory_reserved_bytes_by_stage": most_by_stage(lambda rank: rank.memory_reserved_bytes),
+        "grad_norm_by_stage": [math.sqrt(sum(rank.squared_norm_share for rank in stage)) for stage in by_stage],
+    }
+    # All ranks come out of the last step's reduction together: their clocks need not agree.
+    span_s = max(rank.pipeline_end_s for rank in ranks) - min(rank.pipeline_begin_s for rank in ranks)
+    if span_s > 0:
+        record["bubble_fraction"] = 1 - sum(rank.pipeline_busy_s for rank in ranks) / len(ranks) / span_s
+    return record
