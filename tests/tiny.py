@@ -28,6 +28,8 @@ def tiny_config(**overrides) -> Config:
 
 
 def _toml(value) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f'{key} = "{text}"' for key, text in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else str(list(value) if isinstance(value, tuple) else value)
 
 

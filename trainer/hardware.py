@@ -76,4 +76,4 @@ def memory_bytes(device_type: str) -> tuple[int, int, int]:
             resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:  # no /proc here
         resident = peak
-    return resident, resident, peak
+    return resident, resident, max(resident, peak)  # the kernel updates the peak now and then

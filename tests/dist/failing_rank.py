@@ -2,13 +2,15 @@
 
 FAULT in the environment: "RANK STEP KIND", where KIND is "raise", "kill" (SIGKILL), "sleep" (for ever, in place of the
 next batch), "stop" (SIGSTOP), "user" (an error of the user's), "save" (for ever, in the save of that step) or "dies" (SIGKILL,
-there). It strikes once: in the first start of the group.
+there), "memory" (asks for a petabyte). It strikes once: in the first start of the group.
 """
 
 import os
 import signal
 import sys
 import time
+
+import torch
 
 from trainer import loop
 from trainer.__main__ import main
@@ -23,6 +25,8 @@ def strike() -> None:
         raise RuntimeError("planted fault")
     if kind == "user":
         raise UserError("planted: a file that only this rank misses")
+    if kind == "memory":
+        torch.empty(10**15)
     if kind == "sleep":
         time.sleep(10_000)
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)

@@ -1,10 +1,17 @@
 """Validation in the middle of training: the same batches each time, and nothing that training sees."""
 
+import math
+
 import numpy as np
 import pytest
 
 from tests.dist.runs import records, run_config, run_training
 from tests.dist.test_command import SMALL, run
+from trainer.checkpoint_folder import best_checkpoint, complete_checkpoints
+from trainer.config import Data
+from trainer.data.documents import source_of
+from trainer.data.loader import load_rows
+from trainer.data.rows import IGNORED
 
 LAYOUTS = {
     "one": (1, {}),
@@ -38,24 +45,78 @@ def test_b37_validation_changes_nothing_that_training_sees(ranks, tmp_path, layo
 def test_validation_is_the_same_at_any_layout_and_of_its_own_text(ranks, tmp_path):
     (tmp_path / "held_out.txt").write_text("It was the best of times, it was the worst of times. " * 40)
     keys = dict(
-        training__steps=2, validation__interval=1, validation__batches=50, validation__source="text",
-        validation__path=str(tmp_path / "held_out.txt"), metrics__log_interval=10,
+        training__steps=2, validation__interval=1, validation__batches=50, metrics__log_interval=10,
+        validation__sets={"held_out": str(tmp_path / "held_out.txt")},
     )  # fmt: skip
     seen = {}
     for layout, (world_size, overrides) in LAYOUTS.items():
         ranks(world_size, run_training, run_config(tmp_path / layout, **keys, **overrides))
         seen[layout] = [record["validation_loss"] for record in records(tmp_path / layout / "run")]
     assert len(seen["one"]) == 2 and all(seen[layout] == pytest.approx(seen["one"], rel=1e-5) for layout in seen)
-    own = {key: value for key, value in keys.items() if key not in ("validation__source", "validation__path")}
+    own = {key: value for key, value in keys.items() if key != "validation__sets"}
     ranks(1, run_training, run_config(tmp_path / "own", **own))
     assert records(tmp_path / "own/run")[0]["validation_loss"] != pytest.approx(seen["one"][0], rel=1e-3)
+
+
+def test_several_sets_each_and_all_together_token_by_token(ranks, tmp_path):
+    texts = {"short": "It was the best of times. " * 20, "long": "Call me Ishmael. Some years ago, never mind. " * 60}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    (tmp_path / "lines.jsonl").write_text('{"text": "One."}\n{"text": "Another line, somewhat longer than the first."}\n' * 5)
+    paths = {name: str(tmp_path / f"{name}.txt") for name in texts} | {"lines": str(tmp_path / "lines.jsonl")}
+    keys = dict(training__steps=2, validation__interval=2, validation__batches=50)
+
+    def losses(name: str, world_size: int = 1, **more) -> dict:
+        ranks(world_size, run_training, run_config(tmp_path / name, **keys, **more))
+        return records(tmp_path / name / "run")[-1]
+
+    each = {name: losses(name, validation__sets={name: path}) for name, path in paths.items()}
+    together = losses("together", validation__sets=paths)
+    by_set = together["validation_loss_by_set"]
+    assert by_set == {name: record["validation_loss"] for name, record in each.items()}
+    weights = {name: n_valid(path) for name, path in paths.items()}
+    mean = sum(by_set[name] * weights[name] for name in by_set) / sum(weights.values())
+    assert together["validation_loss"] == pytest.approx(mean, rel=1e-9)
+    assert together["validation_perplexity"] == pytest.approx(math.exp(mean), rel=1e-9)
+    apart = losses("apart", 4, validation__sets=paths, parallel__pp=2)["validation_loss_by_set"]
+    assert apart == pytest.approx(by_set, rel=1e-5)
+
+
+def n_valid(path: str, seq_len: int = 32) -> int:
+    """Labels that count, in the whole rows of a file in bytes, ends of documents included."""
+    rows = load_rows(Data(source=source_of(path), path=path, tokenizer="bytes"), seq_len, 300)
+    return sum(int((rows[index]["labels"] != IGNORED).sum()) for index in range(len(rows)))
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_best_checkpoint_stays(ranks, tmp_path, async_save):
+    """A learning rate that ruins the model after some steps: the best is neither the first nor the last."""
+    keys = dict(
+        training__steps=10, checkpoint__interval=2, checkpoint__keep_latest=1, checkpoint__keep_best=True,
+        checkpoint__async_save=async_save, validation__interval=1, validation__batches=2, optimizer__lr=0.05,
+        lr_schedule__decay="constant", lr_schedule__total_steps=20,
+    )  # fmt: skip
+    config = run_config(tmp_path, **keys)
+    ranks(2, run_training, run_config(tmp_path, **keys | dict(training__steps=4)))
+    ranks(2, run_training, config)
+    saved = {r["step"]: r["validation_loss"] for r in records(tmp_path / "run") if r["step"] % 2 == 0}
+    best = min(saved, key=saved.get)
+    assert best < 10, saved
+    left = [int(folder.name.split("-")[1]) for folder in sorted((tmp_path / "run/checkpoints").iterdir())]
+    assert left == sorted({best, 10}), saved
+    assert best_checkpoint(complete_checkpoints(tmp_path / "run/checkpoints"))[1] == saved[best]
 
 
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--validation.path=none.txt"], "validation.source is not set"),
-        (["--validation.source=text", "--validation.path=none.txt"], "validation.path = 'none.txt': no such file"),
+        (["--validation.sets.a=none.txt"], "validation.sets is set, but validation.interval = 0 never validates"),
+        (["--validation.sets.a=none.txt", "--validation.interval=2"], "validation.sets.a = 'none.txt': no such file"),
+        (["--validation.sets=none.txt"], "validation.sets = \"none.txt\" (from --validation.sets=none.txt): expected a table"),
+        (["--validation.sets.a=1", "--validation.interval=2"], "expected a table of names"),
+        (["--validation.sets={'a b'='x'}"], "expected a table of names"),
+        (["--checkpoint.keep_best=true"], "checkpoint.keep_best needs the validation loss of every checkpoint"),
+        (["--checkpoint.keep_best=true", "--validation.interval=3"], "validation.interval must divide it, and is 3"),
         (["--validation.interval=-1"], "validation.interval"),
         (["--validation.batches=0"], "validation.batches"),
     ],
