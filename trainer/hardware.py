@@ -63,7 +63,7 @@ def check_memory(n_params: int, precision: Precision, layout: Layout, n_local: i
 
 
 def memory_bytes(device_type: str) -> tuple[int, int, int]:
-    """(allocated, reserved, the most allocated so far) of this process: by torch's allocator on a GPU, resident on a CPU."""
+    """(allocated, reserved, the most allocated so far) of this process by torch's allocator; on a CPU resident, reserved 0."""
     if device_type == "cuda":
         import torch
 
@@ -76,4 +76,4 @@ def memory_bytes(device_type: str) -> tuple[int, int, int]:
             resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:  # no /proc here
         resident = peak
-    return resident, resident, max(resident, peak)  # the kernel updates the peak now and then
+    return resident, 0, max(resident, peak)  # the kernel updates the peak now and then

@@ -50,11 +50,11 @@ def memory_report(
                 holders.append((n_bytes, key))
     allocated, reserved, peak = memory_bytes(device.type)
     rest = max(0, allocated - sum(shares.values()))
-    where = "allocated" if device.type == "cuda" else "resident"
+    where = f"allocated ({reserved / GIB:.2f} reserved)" if device.type == "cuda" else "resident"
     shown = ", ".join(f"{kind} {n_bytes / GIB:.2f}" for kind, n_bytes in shares.items())
     largest = ", ".join(f"{name} {n_bytes / GIB:.2f}" for n_bytes, name in sorted(holders, reverse=True)[:_SHOWN])
     return (
-        f"out of memory in {doing}: {allocated / GIB:.2f} GiB {where} ({reserved / GIB:.2f} reserved, {peak / GIB:.2f} at the most): "
+        f"out of memory in {doing}: {allocated / GIB:.2f} GiB {where}, {peak / GIB:.2f} at the most: "
         f"{shown}, all else {rest / GIB:.2f} GiB (activations, logits, gathered parameters, buffers)\n"
         f"largest by name, in GiB: {largest}\n{_ADVICE}"
     )

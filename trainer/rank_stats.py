@@ -42,21 +42,18 @@ def summary_of(ranks: list[RankStats], layout: Layout) -> dict:
     def most_by_stage(value: Callable[[RankStats], float]) -> list[int]:
         return [int(max(map(value, stage))) for stage in by_stage]
 
-    peaks = most_by_stage(lambda rank: rank.memory_peak_bytes)
-    record = {
-        "data_time_s": max(rank.data_time_s for rank in ranks),
-        "memory_peak_bytes": max(peaks),
-        "memory_allocated_bytes": max(most_by_stage(lambda rank: rank.memory_allocated_bytes)),
-        "memory_reserved_bytes": max(most_by_stage(lambda rank: rank.memory_reserved_bytes)),
+    memory = {
+        "memory_peak_bytes": most_by_stage(lambda rank: rank.memory_peak_bytes),
+        "memory_allocated_bytes": most_by_stage(lambda rank: rank.memory_allocated_bytes),
+        "memory_reserved_bytes": most_by_stage(lambda rank: rank.memory_reserved_bytes),
     }
+    memory = {key: stages for key, stages in memory.items() if any(stages)}  # nothing is reserved on a CPU
+    record = {"data_time_s": max(rank.data_time_s for rank in ranks)}
+    record |= {key: max(stages) for key, stages in memory.items()}
     if layout.pp == 1:
         return record
-    record |= {
-        "memory_peak_bytes_by_stage": peaks,
-        "memory_allocated_bytes_by_stage": most_by_stage(lambda rank: rank.memory_allocated_bytes),
-        "memory_reserved_bytes_by_stage": most_by_stage(lambda rank: rank.memory_reserved_bytes),
-        "grad_norm_by_stage": [math.sqrt(sum(rank.squared_norm_share for rank in stage)) for stage in by_stage],
-    }
+    record |= {f"{key}_by_stage": stages for key, stages in memory.items()}
+    record["grad_norm_by_stage"] = [math.sqrt(sum(rank.squared_norm_share for rank in stage)) for stage in by_stage]
     # All ranks come out of the last step's reduction together: their clocks need not agree.
     span_s = max(rank.pipeline_end_s for rank in ranks) - min(rank.pipeline_begin_s for rank in ranks)
     if span_s > 0:

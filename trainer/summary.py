@@ -76,7 +76,12 @@ def summary(resolved: Resolved, device_name: str, n_rows: int, links: str, stage
     if config.lr_schedule.warmup_steps >= training.steps:
         lines.append(("warning", f"the run ends within the warm-up of {config.lr_schedule.warmup_steps} steps"))
     if config.metrics.tensorboard:
-        lines.append(("watch", f"tensorboard --logdir {Path(config.job.output_dir) / 'tensorboard'}"))
+        lines.append(
+            (
+                "watch",
+                f"tensorboard --logdir {Path(config.job.output_dir) / 'tensorboard'}, then http://localhost:6006/#custom_scalars",
+            )
+        )
     shown = [
         f"{'' if label == before else label:<12}{text}" for (before, _), (label, text) in zip([("", "")] + lines, lines)
     ]

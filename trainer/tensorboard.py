@@ -35,20 +35,36 @@ CHARTS = {
 _FINAL = ("training/loss", "validation/loss", "throughput/tokens_per_s")  # the columns of the table of runs
 
 
+def charts_without(absent: tuple[str, ...]) -> dict[str, dict[str, list]]:
+    """``CHARTS`` as TensorBoard's layout, but for charts all of whose tags begin with one of ``absent``."""
+    layout = {
+        group: {
+            chart: ["Multiline", tags]
+            for chart, tags in charts.items()
+            if not all(tag.startswith(absent) for tag in tags)
+        }
+        for group, charts in CHARTS.items()
+    }
+    return {group: charts for group, charts in layout.items() if charts}
+
+
 class TensorBoard:
     """Writes below ``folder``. What a killed run left of steps after ``resume_step`` is hidden.
 
     hyperparameters: what runs are compared by, key -> number, bool or text. config_text: TOML, shown as it is.
+    absent: beginnings of the tags that this run will never have.
     """
 
     def __init__(
-        self, folder: Path, resume_step: int, hyperparameters: Mapping[str, float | bool | str], config_text: str
+        self,
+        folder: Path,
+        resume_step: int,
+        hyperparameters: Mapping[str, float | bool | str],
+        config_text: str,
+        absent: tuple[str, ...],
     ):
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
-        layout = {
-            group: {chart: ["Multiline", tags] for chart, tags in charts.items()} for group, charts in CHARTS.items()
-        }
-        self._writer.add_custom_scalars(layout)
+        self._writer.add_custom_scalars(charts_without(absent))
         indented = "\n".join("    " + line for line in config_text.splitlines())  # Markdown for: leave it alone
         self._writer.add_text("config", indented, resume_step)
         experiment, start, self._end = hparams(dict(hyperparameters), dict.fromkeys(_FINAL, math.nan))

@@ -138,15 +138,16 @@ def _prepare(
     loader = make_loader(
         rows, config.data, training.global_batch_size, mesh.dp_index, resolved.layout.dp, first_step=done + 1
     )
+    facts = _facts(resolved, device)
     return Run(
         step=step,
         batches=iter(loader),
         lr=_lr_schedule(config),
         checkpointer=checkpointer,
-        reporter=Reporter(folder, _places(config, folder, done) if is_main else (), config.metrics.loss_spike),
+        reporter=Reporter(folder, _places(config, facts, folder, done) if is_main else (), config.metrics.loss_spike),
         stop=stop,
         watchdog=watchdog,
-        facts=_facts(resolved, device),
+        facts=facts,
         device=device,
         done_steps=done,
         last_step=training.steps,
@@ -239,13 +240,24 @@ def _validation(resolved: Resolved, mesh: Mesh, device: torch.device) -> Validat
     )
 
 
-def _places(config: Config, folder: Path, done_steps: int) -> list[Place]:
+def _places(config: Config, facts: RunFacts, folder: Path, done_steps: int) -> list[Place]:
     """Where rank 0 reports."""
     places: list[Place] = [JsonLines(folder / "metrics.jsonl", done_steps)]
     if config.metrics.tensorboard:
         from trainer.tensorboard import TensorBoard
 
-        places.append(TensorBoard(folder / "tensorboard", done_steps, compared_keys(config), dump_config(config)))
+        absent = {
+            "throughput/mfu": facts.peak_flops is None,
+            "validation/loss": not config.validation.interval,
+            "validation/loss_by_set": not config.validation.sets,
+            **dict.fromkeys(
+                ("pipeline/", "training/grad_norm_by_stage", "memory/peak_bytes_by_stage"), config.parallel.pp == 1
+            ),
+        }
+        never = tuple(tag for tag, is_absent in absent.items() if is_absent)
+        places.append(
+            TensorBoard(folder / "tensorboard", done_steps, compared_keys(config), dump_config(config), never)
+        )
     if config.metrics.wandb_project is not None:
         from trainer.wandb_report import WeightsAndBiases
 
