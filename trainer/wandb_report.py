@@ -24,10 +24,13 @@ class WeightsAndBiases:
         import wandb
 
         place = str(folder.resolve())
-        self._run = wandb.init(
-            project=project, name=folder.name, dir=str(folder), id=hashlib.sha256(place.encode()).hexdigest()[:16],
-            resume="allow", config=config, settings=wandb.Settings(silent=True),
-        )  # fmt: skip
+        try:
+            self._run = wandb.init(
+                project=project, name=folder.name, dir=str(folder), id=hashlib.sha256(place.encode()).hexdigest()[:16],
+                resume="allow", config=config, settings=wandb.Settings(silent=True),
+            )  # fmt: skip
+        except wandb.errors.Error as error:
+            raise UserError(f"metrics.wandb_project = {project!r}: {error}") from None
 
     def write(self, record: dict) -> None:
         self._run.log(curves_of(record), step=record["step"])

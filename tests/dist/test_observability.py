@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -177,3 +178,38 @@ def test_anomaly_names_the_operation_and_determinism_keeps_the_losses(tmp_path):
 def test_wrong_values_are_named(tmp_path, flags, said):
     result = run(tmp_path, *SMALL, *flags)
     assert result.returncode == 2 and said in result.stderr and "Traceback" not in result.stderr, result.stderr
+
+
+def records_of_wandb(path: Path) -> Iterator[bytes]:
+    """The records of its log: a header of 7 bytes, then LevelDB's format, blocks of 32 KiB of (checksum, length, type, part)."""
+    data, place, record = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:  # what is left of a block is padding
+            place += 32768 - place % 32768
+            continue
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            yield record
+            record = b""
+
+
+def test_weights_and_biases_gets_the_same_curves(tmp_path):
+    """Its own files of a run without a network; the run started twice is one run there."""
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    keys = ["--metrics.wandb_project=tiny", "--job.output_dir=run", "--metrics.tensorboard=false", "--checkpoint.interval=1"]
+    for steps in (2, 4):
+        result = run(tmp_path, *SMALL, *keys, f"--training.steps={steps}", WANDB_MODE="offline")
+        assert result.returncode == 0 and result.stderr == "", result.stderr
+    points, names = {}, set()
+    for path in sorted((tmp_path / "run/wandb").glob("offline-run-*/run-*.wandb")):
+        names.add(path.name)
+        for record in map(Record.FromString, records_of_wandb(path)):
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            if "training/loss" in items:
+                points[record.history.step.num] = items["training/loss"]
+    assert points == {record["step"]: record["loss"] for record in records(tmp_path / "run")} and len(points) == 4
+    assert len(names) == 1
