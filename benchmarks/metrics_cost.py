@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.launch import run_ranks  # noqa: E402
+from trainer.torchrun import run_ranks  # noqa: E402
 
 _FIRST = 5  # steps that do not count
 
@@ -104,7 +104,9 @@ def main(n_steps: int) -> None:
             f"| {name} | {step_s * 1e3:.0f} ms | {looking * 1e3:.2f} ms | {looking / step_s:.2%} | {statistics.mean(freely) * 1e3:.2f} ms, "
             f"at the most {max(freely) * 1e3:.1f} | {collected * 1e3:.2f} ms |"
         )
-    print("\n| debug model | step | default metrics | share | garbage, as Python likes | every 50 steps |\n|---|---|---|---|---|---|")
+    print(
+        "\n| debug model | step | default metrics | share | garbage, as Python likes | every 50 steps |\n|---|---|---|---|---|---|"
+    )
     print("\n".join(rows))
 
 

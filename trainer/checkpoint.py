@@ -27,13 +27,22 @@ from trainer.rank import on_main_rank
 class Checkpointer:
     """Saves and loads the whole state of a run. Every method is called by all ranks together."""
 
-    def __init__(self, config: Config, model: LocalModel, optimizer: torch.optim.Optimizer, device: torch.device):
+    def __init__(
+        self,
+        config: Config,
+        model: LocalModel,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        data: dict[str, int] | None = None,
+    ):
+        """``data``: ``TokenRows.identity`` of the training text, for a run that will be saved."""
         self.writer = CheckpointWriter(checkpoint_root(config), config.checkpoint)
         # In the background a copy is written, while the run changes the state itself.
         pinned = device.type == "cuda"
         self.stager = BlockingAsyncStager(cache_staged_state_dict=pinned) if config.checkpoint.async_save else None
         self.config = json.loads(config.model_dump_json())
         self.tokenizer = digest_of(config.data.tokenizer)  # now: its file may be gone when a save must not fail
+        self.data = data
         self.origin: dict = {}  # what the Hugging Face directory of the weights said, for an export one day
         # A tied weight is one tensor in the file. The last stage writes and reads it as well as the first;
         # where one rank holds both, the first is saved and the copy follows it.
@@ -42,16 +51,20 @@ class Checkpointer:
         self.optimizer = optimizer
         self.device = device
 
-    def save(self, step: int, skipped_steps: int, validation_loss: float | None) -> None:
-        """Write the state after ``step``, or start writing it. Raises ``SaveFailed``."""
+    def save(self, step: int, validation_loss: float | None, nonfinite: dict[str, int]) -> None:
+        """Write the state after ``step``, or start writing it. Raises ``SaveFailed``.
+
+        ``validation_loss``: of this step, if it was measured; ``nonfinite``: ``NonFiniteGuard.state``.
+        """
         tensors = self._tensors()
         if self.stager is not None:
             self.writer.wait()  # the copy of the one before may still be needed
             tensors = self.stager.stage(tensors)
         self.writer.write(step, tensors, {
             "step": step,
-            "skipped_steps": skipped_steps,
+            **nonfinite,
             "validation_loss": validation_loss,
+            "data": self.data,
             "samples_seen": step * self.config["training"]["global_batch_size"],
             "world_size": dist.get_world_size(),
             "config": self.config,

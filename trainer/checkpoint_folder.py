@@ -18,13 +18,18 @@ from trainer.errors import UserError
 STATE_FILE = "trainer_state.json"
 # What makes it the same run. The layout, the machine and the length may change at a resume.
 _IDENTITY = (
-    "job.seed", "model", "data.source", "data.path", "data.seed", "data.shuffle",
+    "job.seed", "model", "data.seed", "data.shuffle",
     "training.seq_len", "training.global_batch_size",
 )  # fmt: skip
 
 
 EXPORT_MARKER = "meshloom_export.json"  # in an exported directory: the run and step that it is of
 _STATE_KEYS = ("step", "skipped_steps", "config", "files", "tokenizer", "origin")
+_LATER_STATE_KEYS = (
+    "validation_loss",
+    "nonfinite_in_a_row",
+    "data",
+)  # None where an earlier version did not write them
 
 
 def step_of(folder: Path) -> int | None:
@@ -48,8 +53,10 @@ def choose_resume(config: Config, damaged: Sequence[Path] = ()) -> Path | None:
     A run's own newest checkpoint always comes first, so that the command that started from another folder
     goes on after a kill.
     """
-    own = [folder for folder in complete_checkpoints(checkpoint_root(config)) if folder not in damaged]
-    resume = config.checkpoint.resume
+    root, resume = checkpoint_root(config), config.checkpoint.resume
+    own = [folder for folder in complete_checkpoints(root) if folder not in damaged]
+    if own and resume not in ("auto", "never") and Path(resume).resolve().parent != root.resolve():
+        return own[-1]
     if resume == "auto":
         return own[-1] if own else None
     if resume == "never":
@@ -64,12 +71,12 @@ def choose_resume(config: Config, damaged: Sequence[Path] = ()) -> Path | None:
         raise UserError(
             f'checkpoint.resume = "{resume}" is not a checkpoint folder; use "auto", "never" or .../step-00000100'
         )
-    if own and folder.resolve().parent == own[-1].resolve().parent and folder.resolve() != own[-1].resolve():
+    if own and folder.resolve() != own[-1].resolve():
         raise UserError(
             f'checkpoint.resume = "{resume}", but job.output_dir = "{config.job.output_dir}" goes on to step '
             f"{step_of(own[-1])}: choose another job.output_dir, or remove the later checkpoints"
         )
-    return own[-1] if own else folder
+    return folder
 
 
 def checkpoint_root(config: Config) -> Path:
@@ -80,7 +87,8 @@ def read_state(folder: Path) -> dict:
     """The checkpoint's ``trainer_state.json``. Raises ``UserError`` if it is damaged, or the folder is none.
 
     step, skipped_steps; config: as resolved; files: their manifest; tokenizer: digest of its file; origin: what a
-    Hugging Face directory said beside the architecture; validation_loss: None where it was not measured at that step.
+    Hugging Face directory said beside the architecture; validation_loss: None where it was not measured at that step; data:
+    ``TokenRows.identity``.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a checkpoint folder, such as outputs/debug/checkpoints/step-00000100")
@@ -88,8 +96,8 @@ def read_state(folder: Path) -> dict:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         if state.pop("crc32") != _crc_of(state):
             raise ValueError("it has been changed since it was written: its checksum differs")
-        return {key: state[key] for key in _STATE_KEYS} | {"validation_loss": state.get("validation_loss")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return {key: state[key] for key in _STATE_KEYS} | {key: state.get(key) for key in _LATER_STATE_KEYS}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged_error(folder, error) from None
 
 
@@ -111,6 +119,8 @@ def remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
         os.rename(folder, removed)
+    if removed.is_symlink():  # moved to another disk: the link goes, what it leads to is the user's
+        removed.unlink()
     shutil.rmtree(removed, ignore_errors=True)
 
 
@@ -135,13 +145,26 @@ def architecture_in(folder: Path) -> DecoderConfig:
 
 
 def best_checkpoint(folders: Sequence[Path]) -> tuple[Path, float] | None:
-    """The checkpoint with the lowest validation loss, the first of equals, and that loss. None if none has one."""
-    losses = []
+    """The checkpoint with the lowest validation loss, the first of equals, and that loss. None if none has one.
+
+    Only losses over the same validation sets and batches as the newest of ``folders`` are compared. Raises ``UserError``
+    if one cannot be read.
+    """
+    found = []
     for folder in folders:
-        with contextlib.suppress(UserError):  # damaged
-            losses.append((read_state(folder)["validation_loss"], folder))
-    losses = [(loss, step_of(folder), folder) for loss, folder in losses if loss is not None and math.isfinite(loss)]
-    return (min(losses)[2], min(losses)[0]) if losses else None
+        state = read_state(folder)
+        validation = {key: value for key, value in state["config"]["validation"].items() if key != "interval"}
+        found.append((state["validation_loss"], step_of(folder), folder, validation))
+    alike = [entry for entry in found if entry[3] == found[-1][3] and entry[0] is not None and math.isfinite(entry[0])]
+    return (min(alike)[2], min(alike)[0]) if alike else None
+
+
+def set_aside(folder: Path) -> Path:
+    """Take a damaged checkpoint out of the row, so that it never counts as one that is kept. Returns where it is now."""
+    aside = folder.with_name(f"{folder.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(folder, aside)
+    return aside
 
 
 def newest_checkpoint(output_dir: str) -> Path:
@@ -155,17 +178,20 @@ def newest_checkpoint(output_dir: str) -> Path:
 def changed_since(state: dict, config: Config) -> list[str]:
     """What else differs from the config that a checkpoint was written with, as "key: before -> after"."""
     now = json.loads(config.model_dump_json())
-    sections = ("training", "optimizer", "lr_schedule", "parallel", "precision")
+    sections = ("training", "optimizer", "lr_schedule", "parallel", "precision", "validation")
     return [
         f"{section}.{key}: {before} -> {now[section].get(key)}"
         for section in sections
-        for key, before in state["config"][section].items()
+        for key, before in state["config"].get(section, {}).items()
         if now[section].get(key) != before
     ]
 
 
-def check_same_run(folder: Path, config: Config) -> None:
-    """Raise ``UserError`` if the checkpoint is of another run: other model, data, seed or batch."""
+def check_same_run(folder: Path, config: Config, data: dict[str, int]) -> None:
+    """Raise ``UserError`` if the checkpoint is of another run: other model, data, seed or batch.
+
+    ``data``: ``TokenRows.identity`` of what the config reads now; where it lies does not matter.
+    """
     state = read_state(folder)
     saved, saved_tokenizer = state["config"], state["tokenizer"]
     now = json.loads(config.model_dump_json())
@@ -184,6 +210,13 @@ def check_same_run(folder: Path, config: Config) -> None:
         problems.append(
             f"data.tokenizer = {config.data.tokenizer!r} is not the one that the run in {folder} was started with "
             f"({saved['data']['tokenizer']!r}): name that one, or choose another job.output_dir"
+        )
+    before = state["data"]
+    if before is not None and before != data and saved_tokenizer == digest_of(config.data.tokenizer):
+        problems.append(
+            f"data.path = {config.data.path!r} holds {data['tokens']:,} tokens that are not those the run in {folder} was "
+            f"started with ({before['tokens']:,}, data.path = {saved['data']['path']!r}): its batches would be others. Bring "
+            "that text back, or choose another job.output_dir"
         )
     if problems:
         raise UserError(*problems)

@@ -23,7 +23,7 @@ from trainer.checkpoint_folder import (
     write_state,
 )
 from trainer.config import Checkpoint
-from trainer.errors import StoppedRun
+from trainer.errors import StoppedRun, UserError
 from trainer.manifest import part_of_manifest
 from trainer.rank_report import SAVING_THREAD
 
@@ -134,7 +134,11 @@ class CheckpointWriter:
             return
         # Those after this step were damaged, or of a run that began again from here: no reason to drop good ones.
         past = [folder for folder in complete_checkpoints(self.root) if step_of(folder) <= step]
-        best = best_checkpoint(past) if self.settings.keep_best and len(past) > latest else None
+        try:
+            best = best_checkpoint(past) if self.settings.keep_best and len(past) > latest else None
+        except UserError as error:  # it may be the best
+            print(f"warning: no checkpoint is removed: {error.message()}", file=sys.stderr, flush=True)
+            return
         for old in past[:-latest]:
             if (every and step_of(old) % every == 0) or (best and old == best[0]):
                 continue

@@ -4,6 +4,7 @@ Every problem is collected, so that one run of the command shows them all; each 
 values, and a value that would work.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -140,11 +141,14 @@ def _architecture_of_weights(config: Config) -> tuple[DecoderConfig, str]:
 
     A run that has a checkpoint of its own does not need them any more.
     """
-    own = complete_checkpoints(checkpoint_root(config))
     source = config.model.hf_path or config.checkpoint.init_from
-    if own and not Path(source).exists():
-        return architecture_in(own[-1]), str(own[-1])
-    return (read_architecture(source) if config.model.hf_path else architecture_in(Path(source))), source
+    try:
+        return (read_architecture(source) if config.model.hf_path else architecture_in(Path(source))), source
+    except UserError:
+        for own in reversed(complete_checkpoints(checkpoint_root(config))):
+            with contextlib.suppress(UserError):  # damaged: there may be an earlier one
+                return architecture_in(own), str(own)
+        raise
 
 
 def layout_of(parallel: Parallel, world_size: int) -> Layout:

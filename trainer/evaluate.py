@@ -20,8 +20,9 @@ from trainer.config_load import dump_config, load_config
 from trainer.config_rules import resolve_config
 from trainer.data.loader import batches_in_order, load_rows
 from trainer.errors import EXIT_FAILED, UserError
-from trainer.launch import check_files, count_processes, run_ranks
+from trainer.launch import check_files, count_processes
 from trainer.rank import run_rank
+from trainer.torchrun import run_ranks
 
 
 def main(options: argparse.Namespace, config: Config) -> int:

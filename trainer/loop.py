@@ -140,9 +140,7 @@ def train_steps(run: Run) -> bool:
             read_verdicts(run, n_left_unread=0)
         if due.save or stops:
             run.watchdog.begin(f"the checkpoint of step {step}", "checkpoint.timeout_s")
-            watch.time_checkpoint(
-                run.checkpointer.save, step, run.nonfinite.n_skipped, validated.get("validation_loss")
-            )
+            watch.time_checkpoint(run.checkpointer.save, step, validated.get("validation_loss"), run.nonfinite.state())
             LOG.info("checkpoint of step %d", step)
         run.garbage.after(step)
         if stops:

@@ -262,7 +262,7 @@ def _reopen_jsonl(path: Path, resume_step: int):
                 record = json.loads(line)
             except json.JSONDecodeError:  # torn by a kill in the middle of a write
                 continue
-            if record["step"] <= resume_step:
+            if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= resume_step:
                 kept.append(line + "\n")
         partial = path.with_suffix(".jsonl.tmp")
         partial.write_text("".join(kept), encoding="utf-8")

@@ -26,25 +26,29 @@ class NonFiniteGuard:
     parameter_names: Sequence[str]  # this rank's, in the order of ``StepResult.gradient_norms``
     limit: int  # so many in a row stop the run
     n_skipped: int = 0  # since step 1
-    _in_a_row: int = 0
+    in_a_row: int = 0
+
+    def state(self) -> dict[str, int]:
+        """For a checkpoint."""
+        return {"skipped_steps": self.n_skipped, "nonfinite_in_a_row": self.in_a_row}
 
     def judge(self, step: int, skipped: bool, result: StepResult) -> None:
         """Raises ``NonFiniteError``."""
         if not skipped:
-            self._in_a_row = 0
+            self.in_a_row = 0
             return
         self.n_skipped += 1
-        self._in_a_row += 1
+        self.in_a_row += 1
         loss, norm = result.loss.item(), result.grad_norm.item()
         where = self._write_down(step, result)
         said = f"step {step}: loss {loss}, gradient norm {norm}, {where}"
-        if self._in_a_row < self.limit:
+        if self.in_a_row < self.limit:
             if dist.get_rank() == 0:
                 print(f"warning: {said}; the update is left out", file=sys.stderr, flush=True)
             return
         hint = 'to go on past such steps: training.nonfinite = "skip"'
         if self.limit > 1:
-            hint = f"the {self._in_a_row}th in a row, which is training.nonfinite_limit"
+            hint = f"the {self.in_a_row}th in a row, which is training.nonfinite_limit"
         raise NonFiniteError(f"stopped at {said}. The update was not applied; {hint}")
 
     def _write_down(self, step: int, result: StepResult) -> str:

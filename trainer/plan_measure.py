@@ -22,9 +22,10 @@ from parallelize.planner.operations import Attention
 from trainer.config import Checkpoint, Config, Debug, Metrics, Validation
 from trainer.config_load import dump_config
 from trainer.errors import UserError
-from trainer.launch import rendezvous_flags, run_ranks
+from trainer.launch import rendezvous_flags
 from trainer.output_folder import write_whole
 from trainer.rank import run_rank
+from trainer.torchrun import run_ranks
 
 _MATMULS = {"cpu": (128, 1024), "cuda": (512, 8192)}  # a small and a large square one
 _SEQUENCES = {"cpu": (64, 512), "cuda": (512, 8192)}  # tokens of a short and a long one

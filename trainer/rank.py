@@ -33,6 +33,9 @@ def run_rank(work: Callable[[torch.device, Watchdog], int], timeout_s: float = 1
     end_with_parent()
     clear_status()
     device, watchdog = _join(timeout_s), Watchdog()
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts != "0" and dist.get_rank() == 0:
+        print(f"restart {restarts} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}", file=sys.stderr, flush=True)
     try:
         watchdog.listen()
         code = work(device, watchdog)

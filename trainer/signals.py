@@ -15,6 +15,25 @@ from trainer.errors import EXIT_FAILED, LAUNCHER_VARIABLE
 _SAME_REQUEST_S = 2.0
 
 
+_NOHUP = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """What asks a process to stop: Ctrl-C, a scheduler (Slurm warns with SIGUSR1), a terminal that is gone but for nohup."""
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    return asked if _NOHUP else (*asked, signal.SIGHUP)
+
+
+def on_stop_signal(action) -> None:
+    for number in stop_signals():
+        signal.signal(number, action)
+
+
+def ignore_stop_signals() -> None:
+    """For a process at its end: Python's own way out would bring back what kills it."""
+    on_stop_signal(signal.SIG_IGN)
+
+
 def end_with_parent() -> None:
     """Under torchrun: be asked to stop when it dies, even by SIGKILL, rather than train on unattended.
 
@@ -40,7 +59,7 @@ def _listen_for_second(reader: int) -> None:
     while True:
         for number in os.read(reader, 64):
             now = time.monotonic()
-            is_request = number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+            is_request = number in stop_signals()
             if is_request and now - first.setdefault(number, now) > _SAME_REQUEST_S:
                 children = Path(f"/proc/self/task/{os.getpid()}/children")  # of the main thread, which starts them
                 for child in children.read_text().split() if children.exists() else ():
@@ -59,16 +78,11 @@ class StopRequest:
         self.requested = False
         end_with_parent()
         # A rank that waits for others to start is in torch's C++, where no handler runs: let it end at once.
-        self._set(signal.SIG_DFL if "TORCHELASTIC_RUN_ID" in os.environ else self._handle)
+        on_stop_signal(signal.SIG_DFL if "TORCHELASTIC_RUN_ID" in os.environ else self._handle)
 
     def listen(self) -> None:
         """From now on the loop looks at ``requested``."""
-        self._set(self._handle)
-
-    @staticmethod
-    def _set(action) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, action)
+        on_stop_signal(self._handle)
 
     def _handle(self, number, frame):
         self.requested = True

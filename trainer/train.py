@@ -16,7 +16,7 @@ from trainer.auto_layout import choose_layout
 from trainer.build import build_model, build_train_step, compute_dtype
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_files import damage_in
-from trainer.checkpoint_folder import changed_since, check_same_run, choose_resume, read_state
+from trainer.checkpoint_folder import changed_since, check_same_run, choose_resume, read_state, set_aside
 from trainer.config import Config, Debug
 from trainer.config_load import compared_keys, dump_config
 from trainer.config_rules import Resolved, resolve_config
@@ -81,10 +81,11 @@ def _train(config: Config, device: torch.device, stop: StopRequest, watchdog: Wa
     resolved = replace(resolved, config=config)
     folder, steps = Path(config.job.output_dir), config.training.steps
 
+    torch.manual_seed(config.job.seed)  # nothing draws from it yet but what a user adds
     check_machines(config, resolved.layout)
     rows = load_rows(config.data, config.training.seq_len, resolved.architecture.vocab_size)
     with open_output_folder(folder):
-        resume_from, done_steps = _where_to_start(config)
+        resume_from, done_steps = _where_to_start(config, rows)
         if done_steps >= steps:
             if dist.get_rank() == 0:
                 print(
@@ -126,7 +127,7 @@ def _prepare(
     init_from = config.checkpoint.init_from
     model = build_model(resolved, mesh, device, initialise=resume_from is None and init_from is None)
     step = build_train_step(resolved, model, mesh, device)
-    checkpointer = Checkpointer(config, model, step.optimizer, device)
+    checkpointer = Checkpointer(config, model, step.optimizer, device, rows.identity)
     state = _load(config, checkpointer, resume_from)
     done, stages = state["step"], stage_lines(resolved, model)
     if config.metrics.rank_logs:
@@ -171,6 +172,7 @@ def _prepare(
             parameter_names=list(model.named),
             limit=1 if training.nonfinite == "stop" else training.nonfinite_limit,
             n_skipped=state["skipped_steps"],
+            in_a_row=state["nonfinite_in_a_row"] or 0,
         ),
     )
 
@@ -186,11 +188,11 @@ def _connect(resolved: Resolved, device: torch.device, folder: Path, watchdog: W
     return mesh, links
 
 
-def _where_to_start(config: Config) -> tuple[Path | None, int]:
+def _where_to_start(config: Config, rows: TokenRows) -> tuple[Path | None, int]:
     """The checkpoint to go on from, intact and of this run, and its step; (None, 0) for a fresh start.
 
-    With ``checkpoint.resume = "auto"`` a damaged one is passed over, with a warning, for the one before. Called by
-    all ranks together. Raises ``UserError``.
+    A damaged one that was not asked for by name is passed over, with a warning, for the one before, and set aside.
+    Called by all ranks together. Raises ``UserError``.
     """
     damaged: list[Path] = []
     while True:
@@ -203,14 +205,23 @@ def _where_to_start(config: Config) -> tuple[Path | None, int]:
             return None, 0
         damage = damage_in(resume_from)
         if not damage:
-            on_main_rank(check_same_run, resume_from, config)
+            on_main_rank(check_same_run, resume_from, config, rows.identity)
+            on_main_rank(_set_aside, damaged)
             return resume_from, on_main_rank(read_state, resume_from)["step"]
-        if config.checkpoint.resume != "auto":
+        if config.checkpoint.resume != "auto" and Path(config.checkpoint.resume).resolve() == resume_from.resolve():
             raise UserError(*damage)
         if dist.get_rank() == 0:
             print("\n".join(f"warning: {line}" for line in damage), file=sys.stderr)
             print(f"warning: {resume_from} is damaged and not used", file=sys.stderr, flush=True)
         damaged.append(resume_from)
+
+
+def _set_aside(damaged: list[Path]) -> None:
+    for folder in damaged:
+        try:
+            print(f"warning: {folder} is now {set_aside(folder)}", file=sys.stderr, flush=True)
+        except OSError as error:
+            raise UserError(f"{folder} is damaged, and cannot be moved out of the way: {error}") from None
 
 
 def _load(config: Config, checkpointer: Checkpointer, resume_from: Path | None) -> dict:
@@ -221,7 +232,7 @@ def _load(config: Config, checkpointer: Checkpointer, resume_from: Path | None) 
         checkpointer.load_weights(Path(config.checkpoint.init_from))
     elif config.model.hf_path is not None:
         checkpointer.origin = read_origin(config.model.hf_path)
-    return {"step": 0, "skipped_steps": 0}
+    return {"step": 0, "skipped_steps": 0, "nonfinite_in_a_row": 0}
 
 
 def _validation(resolved: Resolved, mesh: Mesh, device: torch.device) -> Validation | None:

@@ -20,9 +20,10 @@ from trainer.config_rules import Resolved, resolve_config
 from trainer.data.loader import load_rows, make_loader
 from trainer.data.rows import IGNORED
 from trainer.errors import EXIT_FAILED, UserError
-from trainer.launch import count_processes, run_ranks
+from trainer.launch import count_processes
 from trainer.observe import Observed, observe
 from trainer.rank import run_rank
+from trainer.torchrun import run_ranks
 from trainer.verify import shrink, verify
 
 _MOST_CPU_PROCESSES = 16

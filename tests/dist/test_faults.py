@@ -1,5 +1,6 @@
 """Ranks that raise, die, hang or stop: what the others do, and how the job goes on. Real processes, under torchrun."""
 
+import json
 import os
 import shutil
 import signal
@@ -28,7 +29,7 @@ def run_with_fault(tmp_path, fault: str, *arguments: str, nproc: int = 2, restar
     """``fault``: see failing_rank.py. Returns the ended process, with what it has said."""
     command = ["-m", "tests.dist.failing_rank", "train", *SMALL, "--job.output_dir=run", *arguments]
     code = (
-        "from trainer.launch import run_ranks; import sys; "
+        "from trainer.torchrun import run_ranks; import sys; "
         f"sys.exit(run_ranks({nproc}, {command!r}, ['--standalone', '--max-restarts={restarts}']))"
     )
     process = start_job(tmp_path, ["-c", code], FAULT=fault)
@@ -134,7 +135,7 @@ def test_a_rank_that_dies_in_a_save_starts_both_machines_again(straight, tmp_pat
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     code = (
-        "import sys; from trainer.launch import rendezvous_flags, run_ranks; sys.exit(run_ranks(1, sys.argv[1:], rendezvous_flags(2)[0]))"
+        "import sys; from trainer.launch import rendezvous_flags; from trainer.torchrun import run_ranks; sys.exit(run_ranks(1, sys.argv[1:], rendezvous_flags(2)[0]))"
     )
     keys = ["--training.steps=8", "--checkpoint.interval=2", f"--checkpoint.async_save={async_save}", "--job.output_dir=run"]
     meeting = dict(NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, FAULT="1 4 dies")
@@ -162,7 +163,7 @@ def test_a_launcher_does_not_wait_long_for_a_machine_that_never_ends(tmp_path):
         "time.sleep(1000 if os.environ['RANK'] == '1' else 0)\nexit_now(0, restart=False)\n"
     )
     code = (
-        "import sys; from trainer.launch import rendezvous_flags, run_ranks; "
+        "import sys; from trainer.launch import rendezvous_flags; from trainer.torchrun import run_ranks; "
         f"sys.exit(run_ranks(1, [{str(rank)!r}], rendezvous_flags(0)[0], others_s=2))"
     )
     meeting = dict(NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -177,7 +178,7 @@ def test_a_launcher_does_not_wait_long_for_a_machine_that_never_ends(tmp_path):
 
 
 def test_a_second_ctrl_c_to_the_launcher_ends_everything(tmp_path):
-    code = "from trainer.launch import run_ranks; import sys; sys.exit(run_ranks(2, sys.argv[1:], ['--standalone']))"
+    code = "from trainer.torchrun import run_ranks; import sys; sys.exit(run_ranks(2, sys.argv[1:], ['--standalone']))"
     command = ["-m", "tests.dist.failing_rank", "train", *SMALL, "--job.output_dir=run"]
     process = start_job(tmp_path, ["-c", code, *command], FAULT="1 3 sleep")
     try:
@@ -204,7 +205,7 @@ def test_a_folder_that_is_removed_under_a_run_ends_it(tmp_path):
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_b83_the_same_signal_twice_ends_at_once(tmp_path, name):
     """In a process that cannot come to the end of its step: once is a request, and right behind it the same one."""
-    code = "from trainer.launch import run_ranks; import sys; sys.exit(run_ranks(1, sys.argv[1:], ['--standalone']))"
+    code = "from trainer.torchrun import run_ranks; import sys; sys.exit(run_ranks(1, sys.argv[1:], ['--standalone']))"
     command = ["-m", "tests.dist.failing_rank", "train", *SMALL, "--job.output_dir=run"]
     process = start_job(tmp_path, ["-c", code, *command], FAULT="0 3 sleep")
     try:
@@ -241,3 +242,44 @@ def test_a_signal_while_the_ranks_start_is_not_waited_out(tmp_path):
     os.kill(process.pid, signal.SIGTERM)
     out, err = process.communicate(timeout=25)  # torchrun would kill ranks that do not listen after 30 s
     assert process.returncode == 75 and "Traceback" not in err and not processes_left(process), err
+
+
+@pytest.mark.parametrize("seconds", [0.6, 1.2, 1.8, 2.4])
+def test_b83_a_signal_while_the_launcher_starts_is_heeded(tmp_path, seconds):
+    """From the moment that Python runs our code; before, it dies of the signal. Never is it swallowed."""
+    process = start(tmp_path, *SMALL, "--training.steps=100000", "--job.output_dir=run", "--nproc=2")
+    try:
+        time.sleep(seconds)
+        os.kill(process.pid, signal.SIGTERM)
+        out, err = process.communicate(timeout=25)
+        assert process.returncode in (75, -signal.SIGTERM) and "Traceback" not in err and not processes_left(process), err
+    finally:
+        kill_job(process)
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_b83_a_terminal_that_is_gone_is_a_request_to_stop(tmp_path, nproc):
+    process = start(tmp_path, *SMALL, "--training.steps=100000", "--job.output_dir=run", "--nproc", nproc, "--checkpoint.interval=0")
+    try:
+        wait_for_step(tmp_path / "run", 3)
+        os.kill(process.pid, signal.SIGHUP)
+        out, err = process.communicate(timeout=40)
+        assert process.returncode == 75 and "Traceback" not in err, err
+        last = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][-1]
+        assert (tmp_path / f"run/checkpoints/step-{last:08d}").is_dir()
+    finally:
+        kill_job(process)
+
+
+def test_b83_under_nohup_a_terminal_may_go(tmp_path):
+    code = "import signal, os, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    command = ["-c", code, "-m", "trainer.launch", *SMALL, "--training.steps=12", "--job.output_dir=run", "--nproc=2"]
+    process = start_job(tmp_path, command)
+    try:
+        wait_for_step(tmp_path / "run", 2)
+        for pid in job_processes(process):
+            os.kill(pid, signal.SIGHUP)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0 and "step 12/12" in out, err
+    finally:
+        kill_job(process)

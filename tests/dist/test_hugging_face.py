@@ -153,7 +153,7 @@ def save_after_the_tokenizer_is_gone(config) -> str:
     torch.distributed.barrier()
     Path(config.data.tokenizer).unlink(missing_ok=True)
     torch.distributed.barrier()
-    checkpointer.save(1, 0, None)
+    checkpointer.save(1, None, {"skipped_steps": 0})
     return str(Path(config.job.output_dir) / "checkpoints" / "step-00000001")
 
 

@@ -13,6 +13,7 @@ from trainer.config import Config, Data
 from trainer.data.documents import read_documents, source_of
 from trainer.data.rows import IGNORED, TokenRows, token_stream
 from trainer.data.tokenizer import load_tokenizer_for
+from trainer.signals import stop_signals
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class StepSampler:
 def load_rows(data: Data, seq_len: int, vocab_size: int, key: str = "data.path") -> TokenRows:
     """Read and tokenize the text of the ``[data]`` section. Raises ``UserError``, with ``key``, for what the user can mend."""
     tokenizer = load_tokenizer_for(data.tokenizer, vocab_size)
-    return TokenRows(token_stream(read_documents(data.source, data.path, key), tokenizer), seq_len)
+    return TokenRows(token_stream(read_documents(data.source, data.path, key), tokenizer), seq_len, key)
 
 
 def load_validation_rows(config: Config, vocab_size: int) -> dict[str, TokenRows]:
@@ -130,5 +131,5 @@ def batches_in_order(
 
 def _leave_signals_to_the_rank(worker: int) -> None:
     """A signal to the whole process group must not kill a worker while its rank still finishes a step."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)

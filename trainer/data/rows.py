@@ -1,5 +1,6 @@
 """A stream of tokens cut into training rows."""
 
+import zlib
 from collections.abc import Iterable
 
 import numpy as np
@@ -31,15 +32,20 @@ class TokenRows(Dataset):
     token but the first is a label exactly once. A last, shorter row is dropped.
     """
 
-    def __init__(self, stream: np.ndarray, seq_len: int):
+    def __init__(self, stream: np.ndarray, seq_len: int, key: str = "data.path"):
         self.stream = stream
         self.seq_len = seq_len
         self.n_rows = (len(stream) - 1) // seq_len
         if self.n_rows < 1:
             raise UserError(
-                f"the text has {len(stream)} tokens, fewer than one row of training.seq_len + 1 = {seq_len + 1}: "
+                f"the text of {key} has {len(stream)} tokens, fewer than one row of training.seq_len + 1 = {seq_len + 1}: "
                 "use a longer text or a shorter seq_len"
             )
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """What tells this stream from another: number of tokens and checksum."""
+        return {"tokens": len(self.stream), "crc32": zlib.crc32(np.ascontiguousarray(self.stream))}
 
     def __len__(self) -> int:
         return self.n_rows
