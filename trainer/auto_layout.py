@@ -69,8 +69,11 @@ def _plan(config: Config, device: torch.device) -> dict:
         ]  # fmt: skip
         environment = {name: value for name, value in os.environ.items() if name not in _RANKS_OWN}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    notes = [line for line in lines if line.startswith("note: ")]
+    print("\n".join(notes), file=sys.stderr, end="\n" * bool(notes), flush=True)
     if done.returncode:
-        raise UserError(*(line for line in done.stderr.strip().splitlines() if line.strip()))
+        raise UserError(*(line.removeprefix("error: ") for line in lines if line not in notes))
     return json.loads(done.stdout)["layouts"][0]["keys"]
 
 

@@ -12,7 +12,7 @@ from trainer.output_folder import write_whole
 
 _KINDS = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
 # A hue for each of a rank's stages, in turn; a shade for each kind.
-_HUES = ((0.60, "blue"), (0.08, "orange"), (0.36, "green"), (0.83, "purple"))
+_HUES = (0.60, 0.08, 0.36, 0.83)  # blue, orange, green, purple: by the rank's first, second, ... stage
 _SHADES = {"F": (0.45, 0.95), "B": (0.75, 0.75), "I": (0.60, 0.85), "W": (0.95, 0.55)}  # saturation, value
 
 
@@ -102,7 +102,7 @@ def _spans(panel: Panel) -> list[dict]:
 def _colour(local_stage: int, kind: str) -> str:
     from colorsys import hsv_to_rgb
 
-    rgb = hsv_to_rgb(_HUES[local_stage % len(_HUES)][0], *_SHADES[kind])
+    rgb = hsv_to_rgb(_HUES[local_stage % len(_HUES)], *_SHADES[kind])
     return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
 
 
