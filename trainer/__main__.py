@@ -34,7 +34,7 @@ def verify(options, overrides) -> int:
 def evaluate(options, overrides) -> int:
     from trainer import evaluate
 
-    return evaluate.main(options, load_config(options.config, overrides))
+    return evaluate.main(options, overrides)
 
 
 def sample(options, overrides) -> int:
@@ -96,10 +96,11 @@ COMMANDS = {
     "train": (train, "train as this one process, or as one rank under torchrun (./run_train.sh starts them all)", {}, True),
     "evaluate": (
         evaluate,
-        "the loss of a model on the config's data, in file order, at the config's layout",
+        "the loss of a model on the config's validation sets, else its data, in file order, at the config's layout",
         {
-            "--checkpoint": _CHECKPOINT | {"help": "weights to evaluate (default: the config's initial weights)"},
-            "--batches": {"metavar": "K", "type": int, "help": "global batches to read (default: all of the data once)"},
+            "--checkpoint": _CHECKPOINT
+            | {"help": "weights to evaluate (default: the config's initial weights); without --config, by its run's config"},
+            "--batches": {"metavar": "K", "type": int, "help": "global batches to read of each (default: all of it once)"},
             "--nproc": _NPROC,
             "--json": _JSON,
         },

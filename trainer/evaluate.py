@@ -9,26 +9,36 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import tomli_w
 import torch
 import torch.distributed as dist
 
 from parallelize.mesh import Mesh
 from trainer.build import build_model, build_train_step
 from trainer.checkpoint import Checkpointer
-from trainer.config import Config
-from trainer.config_load import dump_config, load_config
+from trainer.checkpoint_folder import read_state
+from trainer.config import Config, Validation
+from trainer.config_load import Override, dump_config, load_config
 from trainer.config_rules import resolve_config
-from trainer.data.loader import batches_in_order, load_rows
+from trainer.data.loader import batches_in_order, load_validation_rows
 from trainer.errors import EXIT_FAILED, UserError
 from trainer.launch import check_files, count_processes
 from trainer.rank import run_rank
 from trainer.torchrun import run_ranks
 
 
-def main(options: argparse.Namespace, config: Config) -> int:
+def main(options: argparse.Namespace, overrides: list[Override]) -> int:
     """Print loss and perplexity. Raises ``UserError``."""
     if options.batches is not None and options.batches < 1:
         raise UserError(f"--batches {options.batches}: at least 1 is needed")
+    if options.checkpoint is not None and options.config is None:
+        config = _config_of_run(Path(options.checkpoint), overrides)
+    else:
+        config = load_config(options.config, overrides)
+    if any(override.key.startswith("data.") for override in overrides):  # that is what is asked for
+        config = config.model_copy(update={"validation": Validation()})
+    elif config.validation.sets:
+        config = config.model_copy(update={"validation": config.validation.model_copy(update={"interval": 1})})
     if options.checkpoint is not None:
         config = config.model_copy(
             update={
@@ -48,22 +58,52 @@ def main(options: argparse.Namespace, config: Config) -> int:
         seen = json.loads((folder / "seen.json").read_text())
     if options.json:
         print(json.dumps(seen))
-    else:
-        print(f"loss {seen['loss']:.6f}  perplexity {seen['perplexity']:.4f}  over {seen['n_tokens']:,} tokens")
+        return 0
+    for name, of_set in seen.get("by_set", {}).items():
+        print(f"{name}: {_text(of_set)}")
+    print(_text(seen))
     return 0
+
+
+def _text(seen: dict) -> str:
+    return f"loss {seen['loss']:.6f}  perplexity {seen['perplexity']:.4f}  over {seen['n_tokens']:,} tokens"
+
+
+def _config_of_run(checkpoint: Path, overrides: list[Override]) -> Config:
+    """The config that a checkpoint was written with, on one process unless ``overrides`` say otherwise."""
+    tables = read_state(checkpoint)["config"]
+    kept = ("model", "data", "training", "precision", "validation")
+    tables = {
+        name: {key: value for key, value in tables[name].items() if value is not None}
+        for name in kept
+        if name in tables
+    }
+    tables["training"]["micro_batch_size"] = 1  # fits any layout
+    with tempfile.NamedTemporaryFile("wb", prefix="meshloom-", suffix=".toml") as file:
+        tomli_w.dump(tables, file)
+        file.flush()
+        return load_config(file.name, overrides)
 
 
 def _evaluate(config: Config, device: torch.device, n_batches: int) -> dict:
     resolved = resolve_config(config, dist.get_world_size())
-    rows = load_rows(config.data, config.training.seq_len, resolved.architecture.vocab_size)
+    sets = load_validation_rows(config, resolved.architecture.vocab_size)
     mesh = Mesh(resolved.layout, device.type)
     init_from = config.checkpoint.init_from
     model = build_model(resolved, mesh, device, initialise=init_from is None)
     step = build_train_step(resolved, model, mesh, device)
     if init_from is not None:
         Checkpointer(config, model, step.optimizer, device).load_weights(Path(init_from))
-    batches = batches_in_order(rows, config.training.global_batch_size, mesh.dp_index, resolved.layout.dp)
-    loss, n_tokens = step.evaluate(_on_device(itertools.islice(batches, n_batches or None), device))
+    seen = {}
+    for name, rows in sets.items():
+        batches = batches_in_order(rows, config.training.global_batch_size, mesh.dp_index, resolved.layout.dp)
+        seen[name] = step.evaluate(_on_device(itertools.islice(batches, n_batches or None), device))
+    n_tokens = sum(n for _, n in seen.values())
+    total = _numbers(sum(loss * n for loss, n in seen.values()) / max(1, n_tokens), n_tokens)
+    return total | ({} if "" in seen else {"by_set": {name: _numbers(*numbers) for name, numbers in seen.items()}})
+
+
+def _numbers(loss: float, n_tokens: int) -> dict:
     return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "n_tokens": n_tokens}
 
 

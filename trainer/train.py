@@ -237,6 +237,8 @@ def _load(config: Config, checkpointer: Checkpointer, resume_from: Path | None) 
 
 def _validation(resolved: Resolved, mesh: Mesh, device: torch.device) -> Validation | None:
     config = resolved.config
+    if not config.validation.interval:
+        return None
     sets = load_validation_rows(config, resolved.architecture.vocab_size)
 
     def batches(rows: TokenRows):
@@ -244,8 +246,6 @@ def _validation(resolved: Resolved, mesh: Mesh, device: torch.device) -> Validat
         for tokens, labels in itertools.islice(whole, config.validation.batches):
             yield tokens.to(device), labels.to(device)
 
-    if not sets:
-        return None
     return Validation(
         config.validation.interval, {name: functools.partial(batches, rows) for name, rows in sets.items()}
     )

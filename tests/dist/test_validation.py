@@ -1,5 +1,6 @@
 """Validation in the middle of training: the same batches each time, and nothing that training sees."""
 
+import json
 import math
 
 import numpy as np
@@ -86,6 +87,26 @@ def n_valid(path: str, seq_len: int = 32) -> int:
     """Labels that count, in the whole rows of a file in bytes, ends of documents included."""
     rows = load_rows(Data(source=source_of(path), path=path, tokenizer="bytes"), seq_len, 300)
     return sum(int((rows[index]["labels"] != IGNORED).sum()) for index in range(len(rows)))
+
+
+def test_a_checkpoint_is_evaluated_alone_by_its_runs_own_config(tmp_path):
+    """Sets, tokenizer and lengths of the run; at any layout; and other data where it is asked for."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"Chapter {name}. It was the best of times. " * 30)
+    sets = [f"--validation.sets.{name}={tmp_path / name}.txt" for name in ("a", "b")]
+    keys = ["--validation.interval=2", "--validation.batches=99", "--job.output_dir=run", "--training.steps=2"]
+    assert run(tmp_path, *SMALL, *sets, *keys).returncode == 0
+    trained = records(tmp_path / "run")[-1]
+    command = ["evaluate", "--checkpoint=run/checkpoints/step-00000002", "--json"]
+    for layout in ([], ["--parallel.pp=2", "--nproc=2"]):
+        result = run(tmp_path, *command, *layout, module="trainer")
+        assert result.returncode == 0, result.stderr
+        seen = json.loads(result.stdout)
+        assert seen["loss"] == pytest.approx(trained["validation_loss"], rel=1e-5)
+        by_set = {name: of_set["loss"] for name, of_set in seen["by_set"].items()}
+        assert by_set == pytest.approx(trained["validation_loss_by_set"], rel=1e-5)
+    other = run(tmp_path, *command, "--data.source=text", f"--data.path={tmp_path}/a.txt", module="trainer")
+    assert json.loads(other.stdout)["loss"] == pytest.approx(by_set["a"], rel=1e-5) and "by_set" not in other.stdout
 
 
 @pytest.mark.parametrize("async_save", [False, True])

@@ -71,10 +71,8 @@ def load_rows(data: Data, seq_len: int, vocab_size: int, key: str = "data.path")
 
 
 def load_validation_rows(config: Config, vocab_size: int) -> dict[str, TokenRows]:
-    """The rows of each validation set by name; "" is the training text, where the config names none. Empty: no validation."""
+    """The rows of each validation set by name; "" is the training text, where the config names none."""
     section, seq_len = config.validation, config.training.seq_len
-    if not section.interval:
-        return {}
     if not section.sets:
         return {"": load_rows(config.data, seq_len, vocab_size)}
     return {
