@@ -55,8 +55,6 @@ def choose_resume(config: Config, damaged: Sequence[Path] = ()) -> Path | None:
     """
     root, resume = checkpoint_root(config), config.checkpoint.resume
     own = [folder for folder in complete_checkpoints(root) if folder not in damaged]
-    if own and resume not in ("auto", "never") and Path(resume).resolve().parent != root.resolve():
-        return own[-1]
     if resume == "auto":
         return own[-1] if own else None
     if resume == "never":
@@ -67,16 +65,27 @@ def choose_resume(config: Config, damaged: Sequence[Path] = ()) -> Path | None:
             )
         return None
     folder = Path(resume)
+    if not (folder / STATE_FILE).is_file() and _were_started_from(resume, own):
+        return own[-1]  # it has gone since, and is not needed any more
     if not (folder / STATE_FILE).is_file():
         raise UserError(
             f'checkpoint.resume = "{resume}" is not a checkpoint folder; use "auto", "never" or .../step-00000100'
         )
-    if own and folder.resolve() != own[-1].resolve():
+    if own and folder.resolve().parent == root.resolve() and folder.resolve() != own[-1].resolve():
         raise UserError(
             f'checkpoint.resume = "{resume}", but job.output_dir = "{config.job.output_dir}" goes on to step '
             f"{step_of(own[-1])}: choose another job.output_dir, or remove the later checkpoints"
         )
-    return folder
+    return own[-1] if own else folder
+
+
+def _were_started_from(resume: str, folders: Sequence[Path]) -> bool:
+    """Whether these checkpoints are of a run with that ``checkpoint.resume``."""
+    for folder in folders:
+        with contextlib.suppress(UserError):  # damaged
+            if read_state(folder)["config"]["checkpoint"]["resume"] == resume:
+                return True
+    return False
 
 
 def checkpoint_root(config: Config) -> Path:
