@@ -64,18 +64,23 @@ def run_ranks(
         finally:
             torchrun_ended.set()
         said = read_status(status.read().decode())
-        for rank, failure in sorted(failures.items()):
-            name = failure.signal_name() if failure.exitcode < 0 else ""  # it could not say so itself
-            if name and not ((said or stopped) and name == "SIGTERM"):  # torchrun ends the others once one has said why
-                hint = ": out of memory?" if name == "SIGKILL" else ""
-                print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
-        if failures and max_restarts:
-            print(f"error: gave up after {max_restarts} restart(s)", file=sys.stderr)
+        _say_failures(failures, max_restarts, ended_by_torchrun=bool(said) or stopped)
         if said is not None and (said or not failures):
             return said
         if stopped:
             return EXIT_STOPPED  # before the ranks had begun: there was nothing to save
         return max([EXIT_FAILED, *(failure.exitcode for failure in failures.values())])
+
+
+def _say_failures(failures: dict, max_restarts: int, ended_by_torchrun: bool) -> None:
+    """Say what ranks could not say themselves. ``ended_by_torchrun``: which does so once one has said why."""
+    for rank, failure in sorted(failures.items()):
+        name = failure.signal_name() if failure.exitcode < 0 else ""
+        if name and not (ended_by_torchrun and name == "SIGTERM"):
+            hint = ": out of memory?" if name == "SIGKILL" else ""
+            print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
+    if failures and max_restarts:
+        print(f"error: gave up after {max_restarts} restart(s)", file=sys.stderr)
 
 
 def _end_without_the_others(status: Path, nproc: int, patience_s: float, torchrun_ended: Event) -> None:

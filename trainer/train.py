@@ -41,6 +41,7 @@ from trainer.profiler import Profiler
 from trainer.rank import on_main_rank, run_rank
 from trainer.rank_log import LOG, close_rank_log, open_rank_log
 from trainer.signals import StopRequest
+from trainer.step import TrainStep
 from trainer.summary import device_name, stage_lines, summary
 from trainer.watchdog import Watchdog
 
@@ -155,16 +156,7 @@ def _prepare(
         log_interval=config.metrics.log_interval,
         save_interval=config.checkpoint.interval,
         validation=_validation(resolved, mesh, device),
-        instruments=Instruments(
-            PipelineRecord(step.micro_batches, config.metrics.pipeline_steps, folder / "plots", mesh),
-            Profiler(
-                config.debug.profile_steps if dist.get_rank() in config.debug.profile_ranks else (),
-                config.metrics.straggler_interval,
-                folder / "profile",
-                mesh.place,
-                device,
-            ),
-        ),
+        instruments=_instruments(config, step, mesh, device),
         garbage=Garbage(config.job.gc_interval),
         nonfinite=NonFiniteGuard(
             folder,
@@ -174,6 +166,15 @@ def _prepare(
             n_skipped=state["skipped_steps"],
             in_a_row=state["nonfinite_in_a_row"] or 0,
         ),
+    )
+
+
+def _instruments(config: Config, step: TrainStep, mesh: Mesh, device: torch.device) -> Instruments:
+    folder, debug = Path(config.job.output_dir), config.debug
+    traced = debug.profile_steps if dist.get_rank() in debug.profile_ranks else ()
+    return Instruments(
+        PipelineRecord(step.micro_batches, config.metrics.pipeline_steps, folder / "plots", mesh),
+        Profiler(traced, config.metrics.straggler_interval, folder / "profile", mesh.place, device),
     )
 
 
