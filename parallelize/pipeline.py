@@ -135,23 +135,26 @@ class Pipeline:
         self.has_first = 0 in stage_indices
         self.has_last = n_stages - 1 in stage_indices
         self.n_runs = n_runs
+        self.times: ActionTimes | None = None  # of the last step, if it was asked for
+        self._timed = False
         self.schedule = make_schedule(schedule, self.stages, n_microbatches // n_runs, loss_fn)
 
-    def start_timing(self) -> None:
-        """Note when each action of this rank begins and ends, from now on."""
-        self._times = ActionTimes(self.stages[0].device)
-        for stage in self.stages:
-            stage.action_times = self._times
-
-    def stop_timing(self) -> ActionTimes:
-        """What has been noted."""
-        for stage in self.stages:
-            stage.action_times = None
-        return self._times
+    def time_next(self) -> None:
+        """Note when each action of this rank begins and ends in the next ``forward_backward``, in ``times``."""
+        self._timed = True
 
     def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
         """Run tokens and labels [sequences, S], cut into micro-batches; their losses on the last stage, else []."""
-        return self._run(self.schedule.step, tokens, labels)
+        # Only now: the count of the step's tokens, just before, has brought all ranks together.
+        self.times = ActionTimes(self.stages[0].device) if self._timed else None
+        self._timed = False
+        for stage in self.stages:
+            stage.action_times = self.times
+        try:
+            return self._run(self.schedule.step, tokens, labels)
+        finally:
+            for stage in self.stages:
+                stage.action_times = None
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
         """The same without the backward, in the order of the schedule's forwards."""

@@ -117,10 +117,9 @@ def train_steps(run: Run) -> bool:
         set_lr(run.step.optimizer, lr)
         run.checkpointer.writer.check()
         due = run.due(step)
-        with run.instruments.watching(step, due.report):
+        with run.instruments.watching(step, due.report, watch):
             result = run.step(tokens, labels, stop_requested=run.stop.requested)
         watch.n_steps += 1
-        watch.off_the_clock(run.instruments.profiler.write, step)
 
         run.unread.append((step, result))
         # A GPU runs behind: by the time this step is queued the one before is done or nearly so, and reading

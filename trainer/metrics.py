@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, TensorBoard, Weights & Biases, and a line on the console. Rank 0 alone writes."""
+"""What a run reports, and where to: rank 0 writes each record to metrics.jsonl and the other places."""
 
 import contextlib
 import json
@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Protocol
-
-from tqdm import tqdm
 
 from trainer.errors import StoppedRun
 
@@ -149,11 +147,14 @@ class Place(Protocol):
 
 
 class Reporter:
-    """Writes each record to every place, in the order of ``places``; without places, on ranks other than 0, nothing."""
+    """Writes each record to every place; without places, on ranks other than 0, nothing.
+
+    The first place is the run's memory: where it cannot be written the run ends. Another place that fails is given up.
+    """
 
     def __init__(self, folder: Path, places: Sequence[Place], loss_spike: float):
         self.folder = folder
-        self._places = places
+        self._places = list(places)
         self._spikes = LossSpikes(loss_spike)
 
     def write(self, record: dict) -> None:
@@ -161,15 +162,20 @@ class Reporter:
         if not self._places:
             return
         record = _finite(record)
-        try:
-            for place in self._places:
+        for place in self._places[:]:
+            try:
                 place.write(record)
-        except OSError as error:
-            raise StoppedRun(
-                f"the metrics of step {record['step']} cannot be written to {self.folder}: {error}"
-            ) from None
+            except OSError as error:
+                self._give_up(place, record["step"], error)
         if record["loss"] is not None and (warning := self._spikes.judge(record["loss"])):
             print(f"warning: step {record['step']}: {warning}", file=sys.stderr, flush=True)
+
+    def _give_up(self, place: Place, step: int, error: OSError) -> None:
+        said = f"the metrics of step {step} cannot be written to {self.folder}: {error}"
+        if place is self._places[0]:
+            raise StoppedRun(said) from None
+        self._places.remove(place)
+        print(f"warning: {said}. The run goes on without {type(place).__name__}", file=sys.stderr, flush=True)
 
     def close(self, finished: bool) -> None:
         for place in reversed(self._places):
@@ -197,41 +203,6 @@ class JsonLines:
         self._file.close()
 
 
-class Console:
-    """A line a record; in a terminal a progress bar below them."""
-
-    def __init__(self, resume_step: int, last_step: int):
-        self._first_step, self._last_step, self._start = resume_step + 1, last_step, time.perf_counter()
-        self._bar = None
-        if sys.stdout.isatty():
-            self._bar = tqdm(total=last_step, initial=resume_step, unit="step", file=sys.stdout, dynamic_ncols=True)
-
-    def write(self, record: dict) -> None:
-        mean_s = (time.perf_counter() - self._start) / (record["step"] - self._first_step + 1)
-        left_s = (self._last_step - record["step"]) * mean_s  # checkpoints included, unlike step_time_s
-        mfu = "" if record["mfu"] is None else f"  mfu {record['mfu']:.1%}"
-        line = (
-            f"step {record['step']:>{len(str(self._last_step))}}/{self._last_step}  loss {_number(record['loss'], '.6f')}"
-            f"  lr {record['lr']:.3e}  grad norm {_number(record['grad_norm'], '.4f')}"
-            f"  {record['tokens_per_s']:,.0f} tokens/s{mfu}{_validation_text(record)}  left {_clock(left_s)}"
-        )
-        if self._bar is None:
-            print(line, flush=True)
-        else:
-            self._bar.write(line, file=sys.stdout)
-            self._bar.update(record["step"] - self._bar.n)
-        if found := record.get("stragglers"):
-            least, median, most = found["compute_s"]
-            print(
-                f"stragglers  step {record['step']}: without communication {least:.3f} to {most:.3f} s a rank, median {median:.3f}; "
-                f"slowest {found['slowest']} on {found['host']}", flush=True,
-            )  # fmt: skip
-
-    def close(self, finished: bool) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
 def _finite(value):
     """JSON has no nan and no inf: None, wherever they are."""
     if isinstance(value, dict):
@@ -239,18 +210,6 @@ def _finite(value):
     if isinstance(value, list):
         return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not isfinite(value) else value
-
-
-def _validation_text(record: dict) -> str:
-    if "validation_loss" not in record:
-        return ""
-    by_set = record.get("validation_loss_by_set", {})
-    shown = f" ({', '.join(f'{name} {loss:.4f}' for name, loss in by_set.items())})" if len(by_set) > 1 else ""
-    return f"  validation loss {_number(record['validation_loss'], '.6f')}{shown}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "nan" if value is None else f"{value:{form}}"
 
 
 def _reopen_jsonl(path: Path, resume_step: int):
@@ -268,9 +227,3 @@ def _reopen_jsonl(path: Path, resume_step: int):
         partial.write_text("".join(kept), encoding="utf-8")
         os.replace(partial, path)
     return path.open("a", encoding="utf-8")
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

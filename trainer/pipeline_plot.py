@@ -26,6 +26,8 @@ def main(options: argparse.Namespace, overrides: list[Override]) -> int:
     for panel in panels:
         print(panel.title)
     out = Path(options.out)
+    if out.suffix in (".png", ".html"):
+        out = out.with_suffix("")
     draw_png(panels, out.with_name(out.name + ".png"))
     draw_page(panels, out.with_name(out.name + ".html"))
     print(f"written: {out}.png {out}.html")

@@ -29,13 +29,13 @@ class PipelineRecord:
     def begin(self, step: int, reported: bool) -> None:
         self._times = self._pipeline is not None and (reported or step in self._steps)
         if self._times:
-            self._pipeline.start_timing()
+            self._pipeline.time_next()
 
     def end(self, step: int) -> None:
         """Where a chosen step's actions cannot be written, the run goes on."""
         if not self._times:
             return
-        times = self._pipeline.stop_timing()
+        times = self._pipeline.times
         actions = times.read()
         self.busy_s = sum(end - start for *_, start, end in actions)
         self.begin_s = min(start for *_, start, _ in actions) - times.started_at

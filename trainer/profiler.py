@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import statistics
 import sys
 import time
 from collections.abc import Collection, Iterable
@@ -13,46 +14,62 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class Profiler:
-    """Traces ``steps`` into ``folder``, on the ranks that it is given them for. And every ``straggler_interval`` steps
-    looks, on every rank, for the one that the others wait for.
+    """Traces ``steps`` into ``folder`` on ``ranks``. And every ``straggler_interval`` steps looks, on every rank, for the
+    one that the others wait for.
     """
 
-    def __init__(self, steps: Collection[int], straggler_interval: int, folder: Path, place: str, device: torch.device):
+    def __init__(
+        self,
+        steps: Collection[int],
+        ranks: Collection[int],
+        straggler_interval: int,
+        folder: Path,
+        place: str,
+        device: torch.device,
+    ):
         self._steps = frozenset(steps)
-        self._straggler_interval = straggler_interval
+        self._traces = dist.get_rank() in ranks
+        self._straggler_interval = straggler_interval if dist.get_world_size() > 1 else 0
         self._folder, self._place, self._device = folder, place, device
         self._profile: profile | None = None
-        self._began = 0.0
+        self._began = self._step_s = 0.0
 
     def looks_for_stragglers(self, step: int) -> bool:
         return self._straggler_interval > 0 and step % self._straggler_interval == 0
 
     def begin(self, step: int) -> None:
-        traces = step in self._steps
-        if not traces and not self.looks_for_stragglers(step):
-            return
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
-        self._profile = profile(activities=activities, record_shapes=traces)
-        self._profile.start()
-        self._began = time.perf_counter()
+        traces = self._traces and step in self._steps
+        if traces or self.looks_for_stragglers(step):
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
+            self._profile = profile(activities=activities, record_shapes=traces)
+            self._profile.start()
+            self._began = time.perf_counter()
+
+    def wait(self) -> None:
+        """Until the device is done with a step that is profiled."""
+        if self._profile is not None:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()
+            self._step_s = time.perf_counter() - self._began
 
     def end(self, step: int) -> dict | None:
-        """What the step's profile says of stragglers, if that was looked for. Called by all ranks together."""
-        if self._profile is None:
-            return None
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        step_s = time.perf_counter() - self._began
-        self._profile.stop()
-        if not self.looks_for_stragglers(step):
-            return None
-        return stragglers(self._place, step_s, step_s - communication_s(self._profile))
+        """Write the step's trace; what its profile says of stragglers, if they were looked for.
 
-    def write(self, step: int) -> None:
-        """Write the step's trace, if it is wanted. Where it cannot be written, the run goes on."""
-        done, self._profile = self._profile, None
-        if done is None or step not in self._steps:
-            return
+        Called by all ranks together, which leave it together: nobody's next step waits for another's trace.
+        """
+        found, done, self._profile = None, self._profile, None
+        if done is not None:
+            done.stop()
+        if self.looks_for_stragglers(step):
+            found = stragglers(self._place, self._step_s, self._step_s - communication_s(done))
+        if step in self._steps:
+            if self._traces:
+                self._write(done, step)
+            dist.barrier()
+        return found
+
+    def _write(self, done: profile, step: int) -> None:
+        """Where a trace cannot be written, the run goes on."""
         path = self._folder / f"step-{step:08d}-rank-{dist.get_rank()}.pt.trace.json.gz"
         try:
             self._folder.mkdir(exist_ok=True)
@@ -92,11 +109,10 @@ def stragglers(place: str, step_s: float, alone_s: float) -> dict:
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (alone_s, step_s, place, socket.gethostname()))
     ordered = sorted(everyone)
-    slowest, median = ordered[-1], ordered[(len(ordered) - 1) // 2]
+    slowest, median_s = ordered[-1], statistics.median(alone for alone, *_ in ordered)
     return {
         "slowest": slowest[2],
         "host": slowest[3],
-        "compute_s": [ordered[0][0], median[0], slowest[0]],  # least, median, most
+        "compute_s": [ordered[0][0], median_s, slowest[0]],  # least, median, most
         "communication_s": [step - alone for alone, step, *_ in everyone],  # by rank
-        "waits_for_it": 1 - median[0] / slowest[0] if slowest[0] > 0 else 0.0,
     }

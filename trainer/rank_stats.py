@@ -19,7 +19,7 @@ class RankStats:
     memory_allocated_bytes: float
     memory_reserved_bytes: float
     memory_peak_bytes: float
-    # Of its pipeline actions, counted from the start of the step; 0 without a pipeline:
+    # Of its pipeline actions, counted from where the step's first reduction has brought all ranks together; 0 without a pipeline:
     pipeline_busy_s: float = 0.0
     pipeline_begin_s: float = 0.0
     pipeline_end_s: float = 0.0
@@ -54,7 +54,7 @@ def summary_of(ranks: list[RankStats], layout: Layout) -> dict:
         return record
     record |= {f"{key}_by_stage": stages for key, stages in memory.items()}
     record["grad_norm_by_stage"] = [math.sqrt(sum(rank.squared_norm_share for rank in stage)) for stage in by_stage]
-    # All ranks come out of the last step's reduction together: their clocks need not agree.
+    # Counted from a moment that is the same on every rank: their clocks need not agree.
     span_s = max(rank.pipeline_end_s for rank in ranks) - min(rank.pipeline_begin_s for rank in ranks)
     if span_s > 0:
         record["bubble_fraction"] = 1 - sum(rank.pipeline_busy_s for rank in ranks) / len(ranks) / span_s

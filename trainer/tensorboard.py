@@ -1,6 +1,8 @@
 """The TensorBoard side of a run: curves, charts that group them, the config, and a row in the table of runs."""
 
 import math
+import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -48,8 +50,15 @@ def charts_without(absent: tuple[str, ...]) -> dict[str, dict[str, list]]:
     return {group: charts for group, charts in layout.items() if charts}
 
 
+def _leave_to_the_next_write(failed: threading.ExceptHookArgs) -> None:
+    """An event file that cannot be written fails in a thread of its own; the next write says so, without a traceback."""
+    if not (isinstance(failed.exc_value, OSError) and type(failed.thread).__module__.startswith("tensorboard.")):
+        threading.__excepthook__(failed)
+
+
 class TensorBoard:
-    """Writes below ``folder``. What a killed run left of steps after ``resume_step`` is hidden.
+    """Writes to ``folder``/tensorboard, and the run's row in the table of runs to ``folder``/hparams. What a killed run
+    left of steps after ``resume_step`` is hidden.
 
     hyperparameters: what runs are compared by, key -> number, bool or text. config_text: TOML, shown as it is.
     absent: beginnings of the tags that this run will never have.
@@ -63,21 +72,33 @@ class TensorBoard:
         config_text: str,
         absent: tuple[str, ...],
     ):
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
+        threading.excepthook = _leave_to_the_next_write
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
         self._writer.add_custom_scalars(charts_without(absent))
         indented = "\n".join("    " + line for line in config_text.splitlines())  # Markdown for: leave it alone
         self._writer.add_text("config", indented, resume_step)
+        self._writer.flush()
+        # TensorBoard keeps the first of a folder: in one of its own, made anew, a resume shows its own keys.
+        row = folder / "hparams"
+        shutil.rmtree(row, ignore_errors=True)
+        self._row = SummaryWriter(str(row))
         experiment, start, self._end = hparams(dict(hyperparameters), dict.fromkeys(_FINAL, math.nan))
         for summary in (experiment, start):
-            self._writer.file_writer.add_summary(summary)
-        self._writer.flush()
+            self._row.file_writer.add_summary(summary)
+        self._row.flush()
+        self._last: dict[str, tuple[float, int]] = {}  # of the final metrics: value, step
 
     def write(self, record: dict) -> None:
-        for tag, value in curves_of(record).items():
+        curves = curves_of(record)
+        for tag, value in curves.items():
             self._writer.add_scalar(tag, value, record["step"])
+        self._last |= {tag: (curves[tag], record["step"]) for tag in _FINAL if tag in curves}
         self._writer.flush()
 
     def close(self, finished: bool) -> None:
+        for tag, (value, step) in self._last.items():
+            self._row.add_scalar(tag, value, step)
         if finished:
-            self._writer.file_writer.add_summary(self._end)
+            self._row.file_writer.add_summary(self._end)
+        self._row.close()
         self._writer.close()

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import os
 import sys
 from dataclasses import replace
@@ -18,8 +17,9 @@ from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_files import damage_in
 from trainer.checkpoint_folder import changed_since, check_same_run, choose_resume, read_state, set_aside
 from trainer.config import Config, Debug
-from trainer.config_load import compared_keys, dump_config
+from trainer.config_load import dump_config
 from trainer.config_rules import Resolved, resolve_config
+from trainer.console import say
 from trainer.data.loader import batches_in_order, load_rows, load_validation_rows, make_loader
 from trainer.data.rows import TokenRows
 from trainer.errors import EXIT_STOPPED, UserError
@@ -32,10 +32,11 @@ from trainer.loop import Run, RunFacts, Validation, train
 from trainer.lr_schedule import LrSchedule
 from trainer.measured_balance import with_measured_balance
 from trainer.memory_report import is_out_of_memory, memory_report, start_history, write_snapshot
-from trainer.metrics import Console, JsonLines, Place, Reporter
+from trainer.metrics import Reporter
 from trainer.nonfinite import NonFiniteGuard
 from trainer.output_folder import open_output_folder, write_whole
 from trainer.pipeline_record import PipelineRecord
+from trainer.places import places_of
 from trainer.preflight import check_machines, measure_links
 from trainer.profiler import Profiler
 from trainer.rank import on_main_rank, run_rank
@@ -135,7 +136,7 @@ def _prepare(
         open_rank_log(folder / "logs", dist.get_rank(), mesh.place, device)
     if is_main:
         write_whole(folder / "config.toml", dump_config(config))
-        print(summary(resolved, device_name(device), len(rows), links, stages), flush=True)
+        say(summary(resolved, device_name(device), len(rows), links, stages))
         _print_start(config, resume_from, state)
     loader = make_loader(
         rows, config.data, training.global_batch_size, mesh.dp_index, resolved.layout.dp, first_step=done + 1
@@ -146,7 +147,9 @@ def _prepare(
         batches=iter(loader),
         lr=_lr_schedule(config),
         checkpointer=checkpointer,
-        reporter=Reporter(folder, _places(config, facts, folder, done) if is_main else (), config.metrics.loss_spike),
+        reporter=Reporter(
+            folder, places_of(config, facts.peak_flops is not None, done) if is_main else (), config.metrics.loss_spike
+        ),
         stop=stop,
         watchdog=watchdog,
         facts=facts,
@@ -170,11 +173,12 @@ def _prepare(
 
 
 def _instruments(config: Config, step: TrainStep, mesh: Mesh, device: torch.device) -> Instruments:
-    folder, debug = Path(config.job.output_dir), config.debug
-    traced = debug.profile_steps if dist.get_rank() in debug.profile_ranks else ()
+    folder, metrics, debug = Path(config.job.output_dir), config.metrics, config.debug
     return Instruments(
-        PipelineRecord(step.micro_batches, config.metrics.pipeline_steps, folder / "plots", mesh),
-        Profiler(traced, config.metrics.straggler_interval, folder / "profile", mesh.place, device),
+        PipelineRecord(step.micro_batches, metrics.pipeline_steps, folder / "plots", mesh),
+        Profiler(
+            debug.profile_steps, debug.profile_ranks, metrics.straggler_interval, folder / "profile", mesh.place, device
+        ),
     )
 
 
@@ -252,32 +256,6 @@ def _validation(resolved: Resolved, mesh: Mesh, device: torch.device) -> Validat
     )
 
 
-def _places(config: Config, facts: RunFacts, folder: Path, done_steps: int) -> list[Place]:
-    """Where rank 0 reports."""
-    places: list[Place] = [JsonLines(folder / "metrics.jsonl", done_steps)]
-    if config.metrics.tensorboard:
-        from trainer.tensorboard import TensorBoard
-
-        absent = {
-            "throughput/mfu": facts.peak_flops is None,
-            "validation/loss": not config.validation.interval,
-            "validation/loss_by_set": not config.validation.sets,
-            **dict.fromkeys(
-                ("pipeline/", "training/grad_norm_by_stage", "memory/peak_bytes_by_stage"), config.parallel.pp == 1
-            ),
-        }
-        never = tuple(tag for tag, is_absent in absent.items() if is_absent)
-        places.append(
-            TensorBoard(folder / "tensorboard", done_steps, compared_keys(config), dump_config(config), never)
-        )
-    if config.metrics.wandb_project is not None:
-        from trainer.wandb_report import WeightsAndBiases
-
-        tables = json.loads(config.model_dump_json(exclude_none=True))
-        places.append(WeightsAndBiases(config.metrics.wandb_project, folder, tables))
-    return [*places, Console(done_steps, config.training.steps)]
-
-
 def _say_out_of_memory(run: Run, watchdog: Watchdog, folder: Path) -> None:
     report = memory_report(run.step.model.named, run.step.optimizer, run.device, watchdog.doing)
     print("".join(f"[{watchdog.place}] {line}\n" for line in report.splitlines()), file=sys.stderr, flush=True)
@@ -311,6 +289,6 @@ def _facts(resolved: Resolved, device: torch.device) -> RunFacts:
 def _print_start(config: Config, resume_from: Path | None, state: dict) -> None:
     weights = config.checkpoint.init_from or config.model.hf_path
     if resume_from is not None:
-        print("\n".join([f"resuming    {resume_from}", *changed_since(state, config)]), flush=True)
+        say("\n".join([f"resuming    {resume_from}", *changed_since(state, config)]))
     elif weights:
-        print(f"weights     {weights}", flush=True)
+        say(f"weights     {weights}")

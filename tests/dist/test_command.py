@@ -106,7 +106,7 @@ def test_one_process_writes_what_the_contract_says(straight):
     folder, console = straight
     losses = [record["loss"] for record in records(folder)]
     assert len(losses) == 12 and losses[-1] < losses[0] - 0.2
-    assert sorted(path.name for path in folder.glob("[!.]*")) == ["checkpoints", "config.toml", "logs", "metrics.jsonl", "tensorboard"]
+    assert sorted(path.name for path in folder.glob("[!.]*")) == ["checkpoints", "config.toml", "hparams", "logs", "metrics.jsonl", "tensorboard"]
     assert load_config(str(folder / "config.toml")).training.steps == 12
     assert f"tensorboard --logdir {Path('run/tensorboard')}" in console
     assert "step 12/12  loss" in console and "tokens/s" in console and "left 0:00" in console

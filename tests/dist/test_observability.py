@@ -4,6 +4,7 @@ import gc
 import gzip
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from tests.dist.runs import records, run_config, run_training
-from tests.dist.test_command import SMALL, run
+from tests.dist.test_command import SMALL, run, start, wait_for_step
 from tests.dist.test_faults import run_with_fault
+from trainer.pipeline_record import read_record
 
 
 def with_slow_rank(config, rank: int, seconds: float) -> dict:
@@ -131,14 +133,21 @@ def test_tensorboard_knows_config_charts_and_final_metrics(ranks, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import metadata
 
-    ranks(1, run_training, run_config(tmp_path, metrics__tensorboard=True, training__steps=2))
+    keys = dict(metrics__tensorboard=True, lr_schedule__total_steps=9)
+    for steps in (2, 4):
+        ranks(1, run_training, run_config(tmp_path, training__steps=steps, **keys))
     accumulator = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
     text = accumulator.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "    global_batch_size = 8" in text
     assert "custom_scalars__config__" in accumulator.Tags()["tensors"]
-    stored = accumulator.summary_metadata
+    row = EventAccumulator(str(tmp_path / "run/hparams")).Reload()
+    stored = row.summary_metadata
     session = metadata.parse_session_start_info_plugin_data(stored["_hparams_/session_start_info"].plugin_data.content)
     assert session.hparams["optimizer.lr"].number_value == pytest.approx(0.01)
+    assert session.hparams["training.steps"].number_value == 4  # of the last start
+    final = {tag: [(p.step, p.value) for p in row.Scalars(tag)] for tag in row.Tags()["scalars"]}
+    last = records(tmp_path / "run")[-1]
+    assert final["training/loss"] == [(4, pytest.approx(last["loss"], rel=1e-6))] and "throughput/tokens_per_s" in final
     assert session.hparams["parallel.schedule"].string_value == "1F1B"
     experiment = metadata.parse_experiment_plugin_data(stored["_hparams_/experiment"].plugin_data.content)
     assert "training/loss" in [metric.name.tag for metric in experiment.metric_infos]
@@ -213,3 +222,74 @@ def test_weights_and_biases_gets_the_same_curves(tmp_path):
                 points[record.history.step.num] = items["training/loss"]
     assert points == {record["step"]: record["loss"] for record in records(tmp_path / "run")} and len(points) == 4
     assert len(names) == 1
+
+
+def test_the_bubble_is_that_of_the_noted_actions(ranks, tmp_path):
+    """Also where one rank comes to the step late: it has written a trace, or a record, meanwhile."""
+    for index, traced in enumerate((0, 1)):
+        keys = dict(
+            parallel__pp=2, training__steps=4, metrics__log_interval=2, debug__profile_steps=(3,),
+            debug__profile_ranks=(traced,), metrics__pipeline_steps=(4,),
+        )  # fmt: skip
+        ranks(2, run_training, run_config(tmp_path / str(index), **keys))
+        step, replay = read_record(tmp_path / str(index) / "run/plots", pp=2)
+        seen = records(tmp_path / str(index) / "run")[-1]
+        assert step == seen["step"] == 4
+        # The two clocks are one here, on one machine, and what is noted in the file is what was counted.
+        assert seen["bubble_fraction"] == pytest.approx(replay.idle_share, abs=0.02)
+
+
+def test_the_time_of_a_trace_is_in_no_step(ranks, tmp_path):
+    """Neither on the rank that writes it nor on the one that would wait for it."""
+    keys = dict(parallel__dp_shard=2, training__steps=4, debug__profile_steps=(2,))
+    for traced in (0, 1):
+        folder = tmp_path / str(traced)
+        ranks(2, with_slow_traces, run_config(folder, **keys, debug__profile_ranks=(traced,)), 1.5)
+        seen = records(folder / "run")
+        assert all(record["step_time_s"] < 1.5 for record in seen[1:]), [record["step_time_s"] for record in seen]
+
+
+def with_slow_traces(config, seconds: float) -> dict:
+    from trainer.profiler import Profiler
+
+    original = Profiler._write
+
+    def slow(self, *arguments):
+        time.sleep(seconds)
+        original(self, *arguments)
+
+    Profiler._write = slow
+    try:
+        return run_training(config)
+    finally:
+        Profiler._write = original
+
+
+def test_a_place_that_fails_is_given_up_and_the_run_goes_on(tmp_path):
+    """TensorBoard's folder deleted in the middle; a console that nobody reads; but metrics.jsonl is the run's memory."""
+    keys = ["--training.steps=40", "--checkpoint.interval=0", "--job.output_dir=run"]
+    process = start(tmp_path, *SMALL, *keys)
+    wait_for_step(tmp_path / "run", 3)
+    shutil.rmtree(tmp_path / "run/tensorboard")
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(60) == 0 and "Traceback" not in err, err
+    assert "The run goes on without TensorBoard" in err
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 41))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/tensorboard").write_text("a file")
+    result = run(tmp_path, *SMALL, "--training.steps=2", "--job.output_dir=other")
+    assert result.returncode == 2 and "other/tensorboard cannot be written" in result.stderr, result.stderr
+
+
+def test_weights_and_biases_that_do_not_answer_stop_no_run(tmp_path):
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    keys = [*SMALL, "--training.steps=2", "--metrics.wandb_project=x"]
+    outage = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    result = run(tmp_path, *keys, "--job.output_dir=outage", **outage)
+    assert result.returncode == 0 and "warning: no report to Weights & Biases" in result.stderr, result.stderr
+    assert len(records(tmp_path / "outage")) == 2
+    for mode in ({"WANDB_MODE": "bogus"}, {"WANDB_API_KEY": "short"}):
+        result = run(tmp_path, *keys, "--job.output_dir=wrong", **mode)
+        assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+        assert "metrics.wandb_project = 'x'" in result.stderr
