@@ -6,7 +6,7 @@ that tie several keys together are ``config_rules.py``.
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 Count = Annotated[int, Field(ge=1, lt=2**62)]  # a size: at least 1
 CountOrOff = Annotated[int, Field(ge=0, lt=2**62)]  # 0 means "off"
@@ -17,6 +17,13 @@ Dtype = Literal["float32", "bfloat16"]
 TorchSchedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
+
+
+class Table(dict):
+    """A table with names of the user's: not changed once it is read, so that a config can be hashed."""
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.items()))
 
 
 class Section(BaseModel):
@@ -241,8 +248,10 @@ class Validation(Section):
     batches: Count = Field(
         10, description="global batches of each, always the same: the first of the text, in file order"
     )
-    sets: dict[Annotated[str, Field(pattern=r"^[\w-]+$")], Annotated[str, Field(min_length=1)]] = Field(
-        {},
+    sets: Annotated[
+        dict[Annotated[str, Field(pattern=r"^[\w-]+$")], Annotated[str, Field(min_length=1)]], AfterValidator(Table)
+    ] = Field(
+        default_factory=Table,
         description='files by name, such as {novels = "held_out.txt", code = "code.jsonl.gz"}: the loss of each, and of all '
         "together (default: the training text itself)",
     )

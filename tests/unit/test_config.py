@@ -222,3 +222,12 @@ def test_the_default_output_folder_tells_layouts_apart():
     layout = [Override("parallel.tp", "2"), Override("parallel.balance", "[1, 2]"), Override("training.steps", "5")]
     assert load_config("debug", layout).job.output_dir == "outputs/debug-tp2-balance1,2"
     assert load_config("debug", [*layout, Override("job.output_dir", "here")]).job.output_dir == "here"
+
+
+def test_a_config_can_be_a_key():
+    """Of a cache: nothing in it changes once it is read."""
+    configs = [
+        load_config(None, [Override("validation.sets", text)]) for text in ('{a = "x.txt"}', '{a = "y.txt"}', "{}")
+    ]
+    assert len(set(configs)) == 3 and configs[2] == load_config(None)
+    assert load_config(None, [Override("validation.sets.a", "x.txt")]) in configs
