@@ -54,7 +54,8 @@ def run_ranks(
             return EXIT_STOPPED
         torchrun_ended = Event()
         waiting = (Path(status.name), nproc, others_s, torchrun_ended)
-        Thread(target=_end_without_the_others, args=waiting, daemon=True).start()
+        watcher = Thread(target=_end_without_the_others, args=waiting, daemon=True)
+        watcher.start()
         try:
             run.run(run.parse_args([*flags, *command]))
         except ChildFailedError as error:
@@ -63,6 +64,7 @@ def run_ranks(
             stopped = True
         finally:
             torchrun_ended.set()
+            watcher.join()  # while the file that it reads is there
         said = read_status(status.read().decode())
         _say_failures(failures, max_restarts, ended_by_torchrun=bool(said) or stopped)
         if said is not None and (said or not failures):
