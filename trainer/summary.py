@@ -29,7 +29,11 @@ def stage_lines(resolved: Resolved, model: LocalModel) -> list[str]:
         ranks = everyone[rank * resolved.layout.stage_ranks : (rank + 1) * resolved.layout.stage_ranks]
         stages = [stage for stage, owner in enumerate(resolved.stage_ranks) if owner == rank]
         layers = "+".join(str(resolved.layers_per_stage[stage]) for stage in stages)
-        of = "" if resolved.layout.pp == 1 else f"pp {rank}: stage {', '.join(map(str, stages))}, {layers} layers, "
+        of = (
+            ""
+            if resolved.layout.pp == 1
+            else f"pp {rank}: stage {', '.join(map(str, stages))}, {layers} layer{'s' * (layers != '1')}, "
+        )
         lines.append(
             f"{of}{ranks[0][0]:,} parameters; {_size(max(n_bytes for _, n_bytes in ranks))} a rank with gradients and optimizer"
         )

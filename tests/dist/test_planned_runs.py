@@ -77,7 +77,8 @@ def test_stages_by_measured_times_of_the_first_start(tmp_path, ranks):
     written.write_text(json.dumps(times))
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     again = ranks(2, run_training, config)
-    assert "measured    at an earlier start" in again[0]["console"] and "layers per stage 4+1" in again[0]["console"]
+    assert "measured    at an earlier start" in again[0]["console"] 
+    assert "stage 0, 4 layers" in again[0]["console"] and "stage 1, 1 layer," in again[0]["console"]
     assert load_config(str(tmp_path / "run" / "config.toml")).parallel.balance == (4, 1)
     for rank in range(2):  # the same stages, and the measuring has left no trace
         assert again[rank]["weights"].keys() == known[rank]["weights"].keys()
