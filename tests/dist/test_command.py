@@ -129,8 +129,14 @@ def test_b71_b72_three_axes_one_curve_one_event_file(straight, tmp_path):
     assert [scalar.value for scalar in scalars] == pytest.approx([r["loss"] for r in records(tmp_path / "run")], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "Ctrl-C", "SIGTERM to all"])
-@pytest.mark.parametrize("layout", [[], ["--nproc", "2", "--parallel.pp=2"]], ids=["one", "pp2"])
+PP2 = ["--nproc", "2", "--parallel.pp=2"]
+
+
+@pytest.mark.parametrize(
+    "layout, name",
+    [([], "SIGTERM"), ([], "Ctrl-C"), *((PP2, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "Ctrl-C", "SIGTERM to all"))],
+    ids=lambda value: value if isinstance(value, str) else "pp2" if value else "one",
+)
 def test_b72_stopped_by_a_signal_it_goes_on_where_it_was(straight, tmp_path, layout, name):
     """Exit 75 after a checkpoint; run again, the rest of the same curve, no step twice, no point lost."""
     arguments = [*SMALL, "--training.steps=12", "--job.output_dir=run", "--checkpoint.interval=0", *layout]
