@@ -35,7 +35,7 @@ def main(options: argparse.Namespace, overrides: list[Override]) -> int:
         config = _config_of_run(Path(options.checkpoint), overrides)
     else:
         config = load_config(options.config, overrides)
-    if any(override.key.startswith("data.") for override in overrides):  # that is what is asked for
+    if {"data.source", "data.path"} & {override.key for override in overrides}:  # that text is what is asked for
         config = config.model_copy(update={"validation": Validation()})
     elif config.validation.sets:
         config = config.model_copy(update={"validation": config.validation.model_copy(update={"interval": 1})})
