@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from parallelize.fsdp import Precision, apply_fsdp, fsdp_units
+from parallelize.fsdp import Precision, apply_fsdp, fsdp_units, needs_fsdp
 from parallelize.mesh import Mesh
 from parallelize.plan import Plan, owned, resolve
 from parallelize.recompute import with_recompute
@@ -49,7 +49,8 @@ def resolve_plan(model: nn.Module, plan: Plan) -> ResolvedPlan:
 def parallelize_part(part: nn.Module, resolved: ResolvedPlan, mesh: Mesh, treatment: Treatment) -> None:
     """Turn one pipeline part (on meta) into its distributed self, in place."""
     parallelize_inside(part, resolved, mesh, treatment)
-    apply_fsdp(part, mesh.fsdp, resolved.units, treatment.precision, treatment.reshard_after_forward)
+    if needs_fsdp(mesh.layout, treatment.precision):
+        apply_fsdp(part, mesh.fsdp, resolved.units, treatment.precision, treatment.reshard_after_forward)
 
 
 def parallelize_inside(part: nn.Module, resolved: ResolvedPlan, mesh: Mesh, treatment: Treatment) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from parallelize.layout import Layout
 from parallelize.plan import Plan, owned, resolve
 
 
@@ -29,13 +30,18 @@ def fsdp_units(model: nn.Module, plan: Plan) -> list[tuple[str, ...]]:
     return units
 
 
+def needs_fsdp(layout: Layout, precision: Precision) -> bool:
+    """Whether parameters have to be gathered, or cast: else FSDP2 would only copy them and their gradients."""
+    return layout.dp > 1 or precision.compute != precision.param
+
+
 def apply_fsdp(
     part: nn.Module, mesh: DeviceMesh, units: list[tuple[str, ...]], precision: Precision, reshard: bool
 ) -> None:
     """Shard every unit that ``part`` owns, then the part itself, in place.
 
-    Always applied, also on a mesh of one: it is what reduces the partial gradients that tensor
-    parallelism leaves on norms, and what casts to the compute dtype. Inputs are not cast: the rotary
+    On a mesh of one it casts to the compute dtype. It also sums the partial gradients that tensor parallelism leaves
+    on norms. Inputs are not cast: the rotary
     tables that blocks take must stay fp32. Gradients are summed over ranks, not averaged: the loss is
     already divided by the token count of the global batch.
     """

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from parallelize.mesh import Mesh
+from parallelize.partial_gradients import sum_partial_gradients
 from parallelize.plan import Plan
 from parallelize.recompute import named_parameters
 from parallelize.tied import TiedWeight
@@ -27,6 +28,22 @@ class LocalModel:
     named: dict[str, nn.Parameter]
     copies: dict[str, nn.Parameter]
     tied: tuple[TiedWeight, ...]
+
+    def more_to_come(self, coming: bool) -> None:
+        """Say before a micro-batch whether the step has another: till the last, FSDP2 leaves parameters and gradients whole.
+
+        Not for a model that reshards after its forward.
+        """
+        for part in self.parts:
+            if isinstance(part, FSDPModule):
+                part.set_requires_gradient_sync(not coming)
+                part.set_reshard_after_backward(not coming)
+
+    def complete_gradients(self) -> None:
+        """After a step's last backward: add what other ranks hold of a gradient that FSDP2 has not summed."""
+        sum_partial_gradients([*self.named.values(), *self.copies.values()])
+        for weight in self.tied:
+            weight.sum_gradients()
 
     def free_gathered(self) -> None:
         """Free the parameters that a forward without a backward has left gathered."""

@@ -9,68 +9,18 @@ import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from parallelize.local_styles import (
+    ColwiseLinear,
+    GatheredInput,
+    PartialNorm,
+    ReplicatedKvHeads,
+    RowwiseLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
 )
-
-
-class ReplicatedKvHeads(ParallelStyle):
-    """A key or value projection with fewer heads than there are tensor-parallel ranks.
-
-    Every rank holds the whole projection, computes all ``n_kv_heads`` heads, and passes on the one that its
-    query heads share. A rank's gradient of the projection covers its own head only: it is marked as partial,
-    and so summed over the axis.
-    """
-
-    def __init__(self, n_kv_heads: int):
-        self.n_kv_heads = n_kv_heads
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def replicate(name, module, mesh):
-            for key, parameter in module.named_parameters(recurse=False):
-                replica = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-                module.register_parameter(key, nn.Parameter(replica))
-
-        def own_head(module, output, mesh):
-            local = output.to_local(grad_placements=[Partial()])
-            head = mesh.get_local_rank() * self.n_kv_heads // mesh.size()
-            return local.unflatten(-1, (self.n_kv_heads, -1))[..., head, :]
-
-        return distribute_module(module, device_mesh, replicate, output_fn=own_head)
-
-
-class _GradientOfOwnRows(torch.autograd.Function):
-    """The weight, whose gradient is cut to the rows that this rank holds as soon as it is there."""
-
-    @staticmethod
-    def forward(ctx, weight):
-        ctx.mesh, ctx.placements = weight.device_mesh, weight.placements
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.redistribute(ctx.mesh, ctx.placements)
-
-
-class VocabParallelEmbedding(RowwiseParallel):
-    """An embedding whose rows are spread over the ranks.
-
-    DTensor computes the gradient of all rows on every rank. FSDP2 would cut it only when it reduces it, and a
-    pipeline adds up gradients until then: the whole table in fp32.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.forward = lambda tokens: F.embedding(tokens, _GradientOfOwnRows.apply(module.weight))
-        return super()._apply(module, device_mesh)
 
 
 @dataclass(frozen=True)
@@ -108,30 +58,23 @@ def decoder_plan(
     matmuls (Korthikanti et al. 2022); with ``loss_parallel`` the logits stay sharded over the vocabulary.
     ``replicated_kv_heads``: the model's kv heads where they are fewer than the tp ranks; None shards them.
     """
-    stream = Shard(1) if sequence_parallel else Replicate()
-    whole = Replicate()
     styles: dict[str, ParallelStyle] = {
-        # Vocabulary and feature dims may be uneven: DTensor's shards need not divide.
-        "tok_embeddings": VocabParallelEmbedding(input_layouts=whole, output_layouts=stream),
-        "layers.*.attention": PrepareModuleInput(input_layouts=(stream, None), desired_input_layouts=(whole, None)),
-        "layers.*.attention.wq": ColwiseParallel(),
+        "tok_embeddings": VocabParallelEmbedding(sequence_parallel),
+        "layers.*.attention": GatheredInput(sequence_parallel),
+        "layers.*.attention.wq": ColwiseLinear(),
         "layers.*.attention.w[kv]": (
-            ColwiseParallel() if replicated_kv_heads is None else ReplicatedKvHeads(replicated_kv_heads)
+            ColwiseLinear() if replicated_kv_heads is None else ReplicatedKvHeads(replicated_kv_heads)
         ),
-        "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
-        "layers.*.feed_forward": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,)),
-        "layers.*.feed_forward.w[13]": ColwiseParallel(),
-        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=stream),
-        "output": ColwiseParallel(
-            input_layouts=stream,
-            output_layouts=Shard(-1) if loss_parallel else whole,
-            use_local_output=not loss_parallel,
-        ),
+        "layers.*.attention.wo": RowwiseLinear(sequence_parallel),
+        "layers.*.feed_forward": GatheredInput(sequence_parallel),
+        "layers.*.feed_forward.w[13]": ColwiseLinear(),
+        "layers.*.feed_forward.w2": RowwiseLinear(sequence_parallel),
+        "output": VocabParallelHead(sequence_parallel, loss_parallel),
     }
-    if sequence_parallel:
-        styles |= {name: SequenceParallel() for name in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")}
-    if qk_norm:  # each rank norms its own heads, so a rank's gradient is a part of the whole
-        styles["layers.*.attention.[qk]_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    if sequence_parallel:  # each rank norms its own tokens
+        styles |= {name: PartialNorm() for name in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")}
+    if qk_norm:  # and its own heads
+        styles["layers.*.attention.[qk]_norm"] = PartialNorm()
     if tie_embeddings:
         # One group must hold both names of a tied weight, or fully_shard unties them: leave both to
         # the root group, which is gathered for the whole forward.

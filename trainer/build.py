@@ -13,6 +13,7 @@ from models.decoder_config import DecoderConfig
 from models.initialize import draw_slice, initial_std
 from parallelize.apply import ResolvedPlan, Treatment, parallelize_inside, parallelize_part, resolve_plan
 from parallelize.fsdp import Precision
+from parallelize.layout import Layout
 from parallelize.local_model import LocalModel, collect, original_names
 from parallelize.materialize import fill_parameters, materialize
 from parallelize.mesh import Mesh
@@ -21,6 +22,7 @@ from parallelize.plan import decoder_plan
 from trainer.config import Config
 from trainer.config_rules import Resolved
 from trainer.hf_directory import HfWeights
+from trainer.layout_rules import reshards
 from trainer.loss import TokenLoss
 from trainer.optimizer import build_optimizer
 from trainer.rank import on_main_rank
@@ -33,20 +35,22 @@ def compute_dtype(config: Config, device_type: str) -> str:
     return wanted if wanted != "auto" else "bfloat16" if device_type == "cuda" else "float32"
 
 
-def treatment_of(config: Config, device_type: str) -> Treatment:
+def precision_of(config: Config, device_type: str) -> Precision:
+    """The dtypes of the ``[precision]`` section."""
+    return Precision(
+        param=getattr(torch, config.precision.param),
+        compute=getattr(torch, compute_dtype(config, device_type)),
+        reduce=getattr(torch, config.precision.reduce),
+    )
+
+
+def treatment_of(config: Config, layout: Layout, device_type: str) -> Treatment:
     """The config's flags as the numbers and dtypes that ``parallelize`` takes."""
-    reshard = config.parallel.reshard_after_forward
     return Treatment(
-        precision=Precision(
-            param=getattr(torch, config.precision.param),
-            compute=getattr(torch, compute_dtype(config, device_type)),
-            reduce=getattr(torch, config.precision.reduce),
-        ),
+        precision=precision_of(config, device_type),
         recompute=config.activation_checkpoint.mode,
         compile_backend=config.compile.backend if config.compile.enabled else None,
-        # With a pipeline each micro-batch would gather again; torch's split-backward schedules even
-        # give wrong gradients.
-        reshard_after_forward=reshard == "always" or (reshard == "auto" and config.parallel.pp == 1),
+        reshard_after_forward=reshards(config, layout),
     )
 
 
@@ -70,7 +74,7 @@ def build_meta_parts(resolved: Resolved, stage_indices: tuple[int, ...] = (0,)) 
 def build_units(resolved: Resolved, mesh: Mesh, device_type: str) -> Decoder:
     """A decoder of one block on meta, in the compute dtype, that each unit can be taken from: all but FSDP2."""
     (part,), resolved_plan = build_meta_parts(resolved)
-    treatment = treatment_of(resolved.config, device_type)
+    treatment = treatment_of(resolved.config, resolved.layout, device_type)
     parallelize_inside(part.to(treatment.precision.compute), resolved_plan, mesh, treatment)
     return part
 
@@ -101,7 +105,7 @@ def build_model(
     config, architecture = resolved.config, resolved.architecture
     indices = tuple(stage for stage, rank in enumerate(resolved.stage_ranks) if rank == mesh.index("pp"))
     parts, resolved_plan = build_meta_parts(resolved, indices)
-    treatment = treatment_of(config, device.type)
+    treatment = treatment_of(config, resolved.layout, device.type)
     originals = original_names(resolved_plan.plan)
 
     weights = None
@@ -140,7 +144,9 @@ def build_train_step(
     )
     loss_fn = TokenLoss()
     if layout.pp == 1:
-        micro_batches = InTurn(model.parts[0], loss_fn, config.training.micro_batch_size)
+        micro_batches = InTurn(
+            model, loss_fn, config.training.micro_batch_size, reduce_once=not reshards(config, layout)
+        )
     else:
         micro_batches = Pipeline(
             model.parts, model.stage_indices, len(resolved.layers_per_stage), config.parallel.schedule,

@@ -183,7 +183,9 @@ class Parallel(Section):
     sequence_parallel: bool = Field(True, description="with tp: shard the residual stream and norms over the sequence")
     loss_parallel: bool = Field(True, description="with tp: keep the logits sharded over the vocabulary")
     reshard_after_forward: Literal["auto", "always", "never"] = Field(
-        "auto", description='free gathered parameters after the forward; "auto": always without pp, never with it'
+        "auto",
+        description="free gathered parameters after each forward and reduce gradients after each backward, or keep both "
+        'whole for the step ("never": faster, more memory); "auto": always with dp_shard and without pp',
     )
 
 

@@ -58,6 +58,16 @@ class Choice:
         )
 
 
+def reshards(config: Config, layout: Layout) -> bool:
+    """Whether each micro-batch frees its parameters after the forward, gathers them again, and reduces its gradients.
+
+    Else parameters stay gathered and gradients whole until the step's last micro-batch. With a pipeline the many
+    gathers would cost more than they save, and with one data shard they save nothing.
+    """
+    asked = config.parallel.reshard_after_forward
+    return asked == "always" or (asked == "auto" and layout.pp == 1 and layout.dp_shard > 1)
+
+
 def layout_problems(choice: Choice) -> Iterator[tuple[str, str]]:
     """Every (reason, problem) of a choice."""
     for rule in RULES:

@@ -14,11 +14,11 @@ from parallelize.planner.numbers import ElementBytes, Job, ModelNumbers, Shapes,
 from parallelize.planner.replay import Replay, action_orders, replay
 from parallelize.planner.step_time import StepTime, UnitTime, busiest_s, send_s, stage_times, step_time, unit_time
 from parallelize.schedules import schedule_of
-from trainer.build import treatment_of
+from trainer.build import precision_of
 from trainer.config import Config
 from trainer.config_rules import layers_per_stage_of
 from trainer.errors import UserError
-from trainer.layout_rules import Choice, layout_problems, recomputed_split_backward
+from trainer.layout_rules import Choice, layout_problems, recomputed_split_backward, reshards
 from trainer.traced_units import TracedUnits
 
 # GPipe, LoopedBFS and DualPipeV take no less time than one of these, and hold more activations.
@@ -80,8 +80,7 @@ class Planner:
         self.cluster = cluster
         self.units = TracedUnits(config, architecture)
         self.usable_bytes = _USABLE * cluster.gpu.memory_bytes
-        treatment = treatment_of(config, "cuda")
-        precision = treatment.precision
+        precision = precision_of(config, "cuda")
         self.elements = ElementBytes(precision.param.itemsize, precision.compute.itemsize, precision.reduce.itemsize)
         self.numbers = ModelNumbers(
             architecture.dim, architecture.vocab_size, architecture.head_dim, architecture.tie_embeddings
@@ -138,7 +137,6 @@ class Planner:
     def job_of(self, choice: Choice) -> Job:
         """The numbers of a choice without problems."""
         config, layout = choice.config, choice.layout
-        reshard = config.parallel.reshard_after_forward
         return Job(
             layout=layout,
             schedule=choice.schedule,
@@ -149,7 +147,7 @@ class Planner:
             n_microbatches=choice.n_microbatches,
             n_schedule_runs=choice.n_microbatches // choice.n_in_a_run if layout.pp > 1 else 1,
             recompute=config.activation_checkpoint.mode,
-            reshard=reshard == "always" or (reshard == "auto" and layout.pp == 1),
+            reshard=reshards(config, layout),
             elements=self.elements,
             sequence_parallel=config.parallel.sequence_parallel,
             loss_parallel=config.parallel.loss_parallel,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from parallelize.grad_norm import clip_by_norm, local_norms, squared_norm_share
 from parallelize.layout import Layout
@@ -24,16 +23,24 @@ class MicroBatches(Protocol):
 
 
 class InTurn:
-    """Micro-batches one after another on the whole model: the counterpart of ``parallelize.pipeline.Pipeline``."""
+    """Micro-batches one after another on the whole model: the counterpart of ``parallelize.pipeline.Pipeline``.
 
-    def __init__(self, part: nn.Module, loss_fn: Callable, micro_batch_size: int):
-        self.part = part
+    reduce_once: gradients are reduced, and parameters gathered, once a step and not for each micro-batch.
+    """
+
+    def __init__(self, model: LocalModel, loss_fn: Callable, micro_batch_size: int, reduce_once: bool):
+        self.model = model
+        self.part = model.parts[0]
         self.loss_fn = loss_fn
         self.micro_batch_size = micro_batch_size
+        self.reduce_once = reduce_once
 
     def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
         losses = []
-        for inputs, targets in self._cut(tokens, labels):
+        micro_batches = self._cut(tokens, labels)
+        for number, (inputs, targets) in enumerate(micro_batches, 1):
+            if self.reduce_once:
+                self.model.more_to_come(number < len(micro_batches))
             loss = self.loss_fn(self.part(inputs), targets)
             loss.backward()
             losses.append(loss.detach())
@@ -42,8 +49,8 @@ class InTurn:
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
         return [self.loss_fn(self.part(inputs), targets) for inputs, targets in self._cut(tokens, labels)]
 
-    def _cut(self, tokens: torch.Tensor, labels: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        return zip(tokens.split(self.micro_batch_size), labels.split(self.micro_batch_size))
+    def _cut(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(zip(tokens.split(self.micro_batch_size), labels.split(self.micro_batch_size)))
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,6 @@ class TrainStep:
         self.model = model
         self.parameters = list(model.named.values())
         self.copies = list(model.copies.values())
-        self.tied = model.tied
         self.optimizer = optimizer
         self.layout = layout
         self.max_grad_norm = max_grad_norm
@@ -122,8 +128,7 @@ class TrainStep:
         self.loss_fn.n_tokens = sum_over_ranks(count_valid(labels)) // copies
         with self.loss_context():
             losses = self.micro_batches.forward_backward(tokens, labels)
-        for weight in self.tied:
-            weight.sum_gradients()
+        self.model.complete_gradients()
         return _sum_of(losses, labels.device)
 
     def total_and_clip(self, loss_share: torch.Tensor, stop_requested: bool) -> tuple[torch.Tensor, ...]:

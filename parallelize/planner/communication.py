@@ -39,27 +39,31 @@ def collectives(
             for operation, count in operations.items():
                 if isinstance(operation, Collective):
                     add(operation.axis, operation.kind, count * job.n_microbatches, operation.bytes)
-    # With a pipeline FSDP2 works once a run, else once a micro-batch, and gathers again what it has freed.
-    times = job.n_schedule_runs if job.layout.pp > 1 else job.n_microbatches
+    # FSDP2 works once a run of a pipeline, else once a micro-batch where it reshards, and gathers again what it has freed.
+    times = job.n_microbatches if job.layout.pp == 1 and job.reshard else job.n_schedule_runs
     gathers = Counter({stage: times for stage in stages})
     if job.layout.pp > 1:
         actions = job.orders()[pp_rank]
         gathers = Counter(
             {stage: times * count for stage, count in Counter(a.stage for a in actions if a.kind == "U").items()}
         )
+    partial: list[int] = []
     for index, (stage, unit) in enumerate(units):
         if not shapes[unit]:
             continue
         # Summed when they are reduced: as they were computed, or as they have been added up.
-        element = job.elements.reduce if job.layout.pp > 1 else job.elements.compute
+        added_up = job.layout.pp > 1 or (not job.reshard and job.n_microbatches > 1)
+        element = job.elements.reduce if added_up and job.fsdp else job.elements.compute
         for shape in shapes[unit]:
             if shape.summed:
-                add("tp", "all_reduce", times, math.prod(shape.dims) * element)
+                partial.append(math.prod(shape.dims) * element)
         whole = gathered_elements(shapes[unit], job.layout.dp_shard)
         again = job.reshard and not stays_gathered(names, index, shapes, model, job)
         add("dp_shard", "all_gather", gathers[stage] * (1 + again), whole * job.elements.compute)
         add("dp_shard", "reduce_scatter", times, whole * job.elements.reduce)
         add("dp_replicate", "all_reduce", times, whole // job.layout.dp_shard * job.elements.reduce)
+    for size in partial if job.fsdp else [sum(partial)]:  # one by one by FSDP2, all together without it
+        add("tp", "all_reduce", times if job.fsdp else 1, size)
     for stage in stages:
         for other in (stage - 1, stage + 1):
             if 0 <= other < job.n_stages and job.stage_ranks[other] != pp_rank:

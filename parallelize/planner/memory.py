@@ -68,8 +68,10 @@ def rank_memory(
     optimizer = 2 * parameters + _FLOAT32 * n_tensors  # two moments, and a step count for each tensor
     if job.layout.pp > 1:
         moments = _pipelined(job, units, orders[pp_rank], job.logits_bytes(model.vocab_size))
-    else:
+    elif job.reshard or (job.fsdp and job.n_microbatches == 1):
         moments = _in_turn(job, units[0])
+    else:
+        moments = _in_turn_reduced_once(job, units[0])
     gradients, gathered, activations, logits = map(round, max(moments, key=sum))
     buffers = _buffers(job, model, stages)
     return RankMemory(parameters, gradients, optimizer, gathered, activations, logits, buffers)
@@ -84,13 +86,10 @@ def _buffers(job: Job, model: ModelNumbers, stages: list[int]) -> int:
     return tables + batch + received
 
 
-def _in_turn(job: Job, units: list[Unit]):
-    """Moments (gradients, gathered, activations, logits) of one micro-batch after another through the whole model."""
+def _gathering_forward(job: Job, units: list[Unit], gradients: float, held: Held):
+    """Moments of a forward that gathers each unit as it comes to it; returns the bytes that stay gathered."""
     share = 1 / job.layout.dp_shard
-    # Of the micro-batches before; there is none before the only one.
-    gradients = sum(unit.sharded for unit in units) * job.elements.param if job.n_microbatches > 1 else 0
-    gathered, before = 0, 0  # parameters that stay gathered; the buffer of the gather before, held until the next
-    held = Held()
+    gathered, before = 0, 0  # ``before``: the buffer of the gather before, held until the next
     for unit in units:
         flat = unit.gathered * (1 + share)
         yield gradients, gathered + before + flat + unit.gathered, *held.with_peak(unit, 0)
@@ -99,6 +98,39 @@ def _in_turn(job: Job, units: list[Unit]):
         if unit.stays:
             gathered += unit.gathered
         held.add(unit, 1)
+    return gathered
+
+
+def _in_turn_reduced_once(job: Job, units: list[Unit]):
+    """The same where parameters stay gathered and gradients whole until the step's last micro-batch."""
+    held, memory = Held(), StageMemory(job, 0, units, 0)
+    gathered = yield from _gathering_forward(job, units, 0, held)
+    whole, activations, logits = 0, held.activations, held.logits
+    last = min(job.n_microbatches, 3) - 1  # from the second on they are alike
+    for kind in "BF" * last:
+        worst, after = memory.run(kind)
+        yield 0, gathered + whole + worst[0], activations + worst[1], logits + worst[2]
+        whole, activations, logits = whole + after[0], activations + after[1], logits + after[2]
+    gradients, reducing = 0, 0
+    for unit in reversed(units):
+        whole += 0 if last else unit.reduced
+        yield gradients, gathered + whole + reducing, *held.with_peak(unit, unit.trace.backward_peak_bytes)
+        held.add(unit, -1)
+        gathered -= unit.gathered
+        if job.fsdp:
+            yield gradients, gathered + whole + unit.reduced * (1 + 1 / job.layout.dp_shard), *held.with_peak(unit, 0)
+            reducing = unit.reduced
+        whole -= unit.reduced
+        gradients += unit.sharded * job.elements.param
+
+
+def _in_turn(job: Job, units: list[Unit]):
+    """Moments (gradients, gathered, activations, logits) of one micro-batch after another through the whole model."""
+    share = 1 / job.layout.dp_shard
+    # Of the micro-batches before; there is none before the only one.
+    gradients = sum(unit.sharded for unit in units) * job.elements.param if job.n_microbatches > 1 else 0
+    held = Held()
+    gathered = yield from _gathering_forward(job, units, gradients, held)
     reducing = 0  # the input of the reduction before, held until the next begins
     # FSDP2 holds what it sums over replicas until the end of the backward. The only micro-batch's is its gradients.
     holds = job.layout.dp_replicate > 1 and (job.n_microbatches > 1 or job.elements.reduce != job.elements.param)
@@ -149,7 +181,7 @@ def _pipelined(job: Job, units: dict[int, list[Unit]], actions, output: int):
             for unit, gradients in zip(units[stage], memory.gradients()):
                 parameters -= unit.gathered
                 whole += unit.reduced - gradients
-                copy = unit.reduced * (1 + 1 / job.layout.dp_shard)
+                copy = unit.reduced * (1 + 1 / job.layout.dp_shard) if job.fsdp else 0
                 yield earlier, parameters + whole + copy, activations, logits
                 whole -= unit.reduced
                 if job.n_schedule_runs == 1:

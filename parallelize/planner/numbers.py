@@ -108,7 +108,7 @@ class ElementBytes:
 class Job:
     """One way to run a training step: all that memory and time depend on besides the model and the machine.
 
-    layers_per_stage: stage -> blocks. reshard: free gathered parameters after the forward.
+    layers_per_stage: stage -> blocks. reshard: free gathered parameters and reduce gradients in each micro-batch.
     """
 
     layout: Layout
@@ -124,6 +124,11 @@ class Job:
     elements: ElementBytes
     sequence_parallel: bool = True
     loss_parallel: bool = True
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether FSDP2 is applied: ``parallelize.fsdp.needs_fsdp``."""
+        return self.layout.dp > 1 or self.elements.compute != self.elements.param
 
     @property
     def n_stages(self) -> int:

@@ -17,9 +17,10 @@ class Unit:
         self.trace = trace
         self.sharded = sharded_elements(shapes, layout.dp_shard)
         whole = gathered_elements(shapes, layout.dp_shard)
-        self.gathered = whole * elements.compute
+        self.gathered = whole * elements.compute if job.fsdp else 0  # copies of what is stored
+        self.computed = whole * elements.compute  # gradients as autograd gives them,
+        self.reduced = whole * (elements.reduce if job.fsdp else elements.param)  # and as they are added up
         self.largest = max((math.prod(shape.dims) for shape in shapes), default=0) * elements.compute
-        self.reduced = whole * elements.reduce
         self.stays = stays  # gathered from the forward to the backward
 
 
@@ -79,11 +80,11 @@ class StageMemory:
 
     def gradients(self) -> list[int]:
         """Bytes of the whole gradients of each unit, as they are now."""
-        return [unit.reduced * self._summed + unit.gathered * self._pending for unit in self._units]
+        return [unit.reduced * self._summed + unit.computed * self._pending for unit in self._units]
 
     @property
     def _converts(self) -> bool:
-        return self._job.elements.compute != self._job.elements.reduce
+        return self._job.fsdp and self._job.elements.compute != self._job.elements.reduce
 
     # Moments of one action, the last one what is held afterwards.
 
@@ -100,7 +101,7 @@ class StageMemory:
             yield whole, *freed.with_peak(unit, unit.trace.backward_peak_bytes)
             freed.add(unit, -1)
             whole += 0 if self._summed else unit.reduced
-            whole -= unit.gathered if self._pending else 0
+            whole -= unit.computed if self._pending else 0
         yield whole, freed.activations, freed.logits - self._output
 
     def _input(self) -> Iterator[Moment]:
@@ -110,7 +111,7 @@ class StageMemory:
             yield whole, *held.with_peak(unit, unit.trace.split.input_peak_bytes)
             held.add_bytes(unit, unit.trace.split.kept_bytes - unit.trace.kept_bytes)
             if self._pending:
-                whole += (0 if self._summed else unit.reduced) - unit.gathered
+                whole += (0 if self._summed else unit.reduced) - unit.computed
                 if not self._summed:
                     yield whole + unit.largest, held.activations, held.logits
         yield whole, held.activations + self._units[0].trace.split.input_bytes, held.logits - self._output
@@ -122,7 +123,7 @@ class StageMemory:
             split = unit.trace.split
             peak = split.first_weight_peak_bytes if is_first else split.weight_peak_bytes
             yield whole, *held.with_peak(unit, peak)
-            whole += unit.gathered if is_first else 0
+            whole += unit.computed if is_first else 0
             held.add_bytes(unit, split.left_bytes - split.kept_bytes)
         freed = Held()
         for unit in self._units:

@@ -121,7 +121,10 @@ def _fsdp_times(job: Job, shapes: Shapes, cluster: Cluster) -> dict[str, tuple[f
 
 
 def _in_turn(job: Job, shapes: Shapes, times: Mapping[str, UnitTime], cluster: Cluster):
-    """A gather runs beside the unit before it, a reduction beside the one after it; both share one link."""
+    """A gather runs beside the unit before it, a reduction beside the one after it; both share one link.
+
+    In each micro-batch where the job reshards, else once a step.
+    """
     fsdp = _fsdp_times(job, shapes, cluster)
     units = job.units_of(0)
 
@@ -141,7 +144,8 @@ def _in_turn(job: Job, shapes: Shapes, times: Mapping[str, UnitTime], cluster: C
     beyond = cluster.calibration.microbatch_s
     compute = job.n_microbatches * (beyond + sum(times[unit].forward_s + times[unit].backward_s for unit in units))
     tp = job.n_microbatches * sum(times[unit].forward_tp_s + times[unit].backward_tp_s for unit in units)
-    return job.n_microbatches * exposed, [(compute, tp)], compute + tp
+    times_reduced = job.n_microbatches if job.reshard else 1
+    return times_reduced * exposed, [(compute, tp)], compute + tp
 
 
 def _pipelined(job: Job, model: ModelNumbers, shapes: Shapes, times: Mapping[str, UnitTime], cluster: Cluster):

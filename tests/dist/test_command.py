@@ -82,7 +82,7 @@ def wait_for_step(folder: Path, step: int, timeout_s: float = 120) -> None:
     while time.monotonic() < deadline:
         if (folder / "metrics.jsonl").exists() and any(record["step"] >= step for record in records(folder)):
             return
-        time.sleep(0.1)
+        time.sleep(0.02)
     raise AssertionError(f"step {step} was not reached")
 
 

@@ -1,10 +1,13 @@
 """Each feature does something: parity alone cannot tell a feature that is silently off."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallelize.grad_norm import local_tensor
 from tests.dist.parity import CPU
 from tests.dist.pool import mesh_of
 from tests.tiny import make_batch, tiny_config
@@ -13,13 +16,14 @@ from trainer.config_rules import resolve_config
 
 
 class CountOps(TorchDispatchMode):
+    """How often each operation ran, by the name before its overload."""
+
     def __init__(self):
         super().__init__()
-        self.n_matmuls = self.n_attention = 0
+        self.counts = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n_matmuls += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        self.n_attention += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        self.counts[func.name().split(".")[0]] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -34,7 +38,8 @@ def ops_of_one_step(config) -> tuple[int, int]:
     _, _, _, step = built(config, 1)
     with CountOps() as count:
         step.forward_backward(*make_batch(config, 1))
-    return count.n_matmuls, count.n_attention
+    counts = count.counts
+    return counts["aten::mm"] + counts["aten::addmm"], counts["aten::_scaled_dot_product_flash_attention_for_cpu"]
 
 
 def test_recompute_computes_again(ranks):
@@ -92,6 +97,22 @@ def test_parameters_are_freed_after_the_forward(ranks, reshard, gathered):
     assert ranks(2, gathered_after_forward, config, 2) == [gathered] * 2
 
 
+def reductions_of_a_step(config, world_size) -> list[int]:
+    """Gathers and reductions of parameters in one step of 2 micro-batches on each rank, per unit."""
+    _, _, model, step = built(config, world_size)
+    units = 2 + config.model.n_layers
+    with CountOps() as seen:
+        step.forward_backward(*(part[:4] for part in make_batch(config, 1)))
+    return [seen.counts[kind] / units for kind in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")]
+
+
+@pytest.mark.parametrize("reshard, gathers, reductions", [("always", 3.67, 2), ("never", 1, 1)])
+def test_kept_whole_parameters_and_gradients_move_once_a_step(ranks, reshard, gathers, reductions):
+    config = tiny_config(parallel__reshard_after_forward=reshard)
+    for seen in ranks(2, reductions_of_a_step, config, 2):
+        assert seen == pytest.approx([gathers, reductions], abs=0.01)
+
+
 def residual_length(config, world_size) -> int:
     _, _, model, step = built(config, world_size)
     seen = []
@@ -108,7 +129,7 @@ def test_sequence_parallel_shards_the_residual_stream(ranks, sequence_parallel, 
 
 def shard_sizes(config, world_size) -> list[float]:
     _, _, model, _ = built(config, world_size)
-    return [p.to_local().numel() / p.numel() for name, p in model.named.items() if name.endswith("wq.weight")]
+    return [local_tensor(p).numel() / p.numel() for name, p in model.named.items() if name.endswith("wq.weight")]
 
 
 @pytest.mark.parametrize(
