@@ -113,7 +113,11 @@ def decoder_plan(
     styles: dict[str, ParallelStyle] = {
         # Vocabulary and feature dims may be uneven: DTensor's shards need not divide.
         "tok_embeddings": VocabParallelEmbedding(input_layouts=whole, output_layouts=stream),
-        "layers.*.attention": PrepareModuleInput(input_layouts=(stream, None), desired_input_layouts=(whole, None)),
+        "layers.*.attention": PrepareModuleInput(
+            # The stream; rotary table and mask are whole on every rank.
+            input_layouts=(stream, None, None),
+            desired_input_layouts=(whole, None, None),
+        ),
         "layers.*.attention.wq": ColwiseParallel(),
         "layers.*.attention.w[kv]": (
             ColwiseParallel() if replicated_kv_heads is None else ReplicatedKvHeads(replicated_kv_heads)

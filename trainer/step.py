@@ -1,7 +1,7 @@
 """One optimizer step: all micro-batches, one norm, one clip, one update. And the same loss without a step."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,13 +14,19 @@ from parallelize.local_model import LocalModel
 from parallelize.mesh import sum_over_ranks
 from trainer.loss import TokenLoss, count_valid
 
+Batch = Sequence[torch.Tensor]  # tokens, labels, and positions where documents are isolated: int64 [sequences, S]
+
 
 class MicroBatches(Protocol):
-    """Runs tokens and labels [sequences, S], cut into micro-batches; their losses where the last stage is, else []."""
+    """Runs a ``Batch``, cut into micro-batches; their losses where the last stage is, else []."""
 
-    def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]: ...
+    def forward_backward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> list[torch.Tensor]: ...
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]: ...
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> list[torch.Tensor]: ...
 
 
 class InTurn:
@@ -31,19 +37,25 @@ class InTurn:
         self.loss_fn = loss_fn
         self.micro_batch_size = micro_batch_size
 
-    def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+    def forward_backward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
         losses = []
-        for inputs, targets in self._cut(tokens, labels):
-            loss = self.loss_fn(self.part(inputs), targets)
+        for loss in self._losses(tokens, labels, positions):
             loss.backward()
             losses.append(loss.detach())
         return losses
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-        return [self.loss_fn(self.part(inputs), targets) for inputs, targets in self._cut(tokens, labels)]
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        return list(self._losses(tokens, labels, positions))
 
-    def _cut(self, tokens: torch.Tensor, labels: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        return zip(tokens.split(self.micro_batch_size), labels.split(self.micro_batch_size))
+    def _losses(self, *batch: torch.Tensor | None) -> Iterator[torch.Tensor]:
+        """The loss of each micro-batch, when it is asked for."""
+        parts = [tensor.split(self.micro_batch_size) for tensor in batch if tensor is not None]
+        for tokens, labels, *positions in zip(*parts):
+            yield self.loss_fn(self.part(tokens, *positions), labels)
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ class Verdict:
 
 
 class TrainStep:
-    """Callable: (tokens, labels) of this data rank, int64 [sequences, S] -> ``StepResult``."""
+    """Callable: this data rank's ``Batch`` -> ``StepResult``."""
 
     def __init__(
         self,
@@ -109,19 +121,27 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.loss_context = loss_context
 
-    def __call__(self, tokens: torch.Tensor, labels: torch.Tensor, stop_requested: bool = False) -> StepResult:
-        loss_share = self.forward_backward(tokens, labels)
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        stop_requested: bool = False,
+    ) -> StepResult:
+        loss_share = self.forward_backward(tokens, labels, positions)
         loss, grad_norm, stop = self.total_and_clip(loss_share, stop_requested)
         verdict = Verdict(self.update(loss, grad_norm), stop)
         return StepResult(loss, grad_norm, verdict, loss_share, self.squared_norm_share, self.gradient_norms)
 
-    def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward_backward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Accumulate gradients of all micro-batches. Returns what this rank adds to the loss, a scalar."""
         # Ranks that differ only in pp or tp count the same sequences.
         copies = self.layout.pp * self.layout.tp
         self.loss_fn.n_tokens = sum_over_ranks(count_valid(labels)) // copies
         with self.loss_context():
-            losses = self.micro_batches.forward_backward(tokens, labels)
+            losses = self.micro_batches.forward_backward(tokens, labels, positions)
         for weight in self.tied:
             weight.sum_gradients()
         return _sum_of(losses, labels.device)
@@ -156,17 +176,17 @@ class TrainStep:
         return skipped
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, int]:
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
         """Loss without training: (mean over the valid tokens of all batches and ranks, their number).
 
-        The same on every rank; 0 without a valid token. ``batches``: tokens and labels of this data rank, int64
-        [sequences, S], as many on every rank, in the step's shape. Changes no state that training sees.
+        The same on every rank; 0 without a valid token. ``batches``: of this data rank, as many
+        on every rank, in the step's shape. Changes no state that training sees.
         """
         layout, totals = self.layout, None
-        for tokens, labels in batches:
+        for tokens, labels, *positions in batches:
             self.loss_fn.n_tokens = torch.ones((), dtype=torch.int64, device=labels.device)  # sums, not means
             with self.loss_context():
-                losses = self.micro_batches.forward(tokens, labels)
+                losses = self.micro_batches.forward(tokens, labels, *positions)
             loss_sum = _sum_of(losses, labels.device).double() / layout.tp
             share = torch.stack((loss_sum, count_valid(labels).double() / (layout.pp * layout.tp)))
             totals = share if totals is None else totals + share
