@@ -22,10 +22,10 @@ def evaluate_between_steps(config, world_size: int, evaluates: bool) -> dict:
     rows = slice(mesh.dp_index * share, (mesh.dp_index + 1) * share)
 
     def batch(number: int):
-        tokens, labels = make_batch(config, number, "empty_rows" if number == 2 else "unequal")
+        tokens, labels, *positions = make_batch(config, number, "empty_rows" if number == 2 else "unequal")
         if number == 9:  # the last batch of a validation set: rows beyond its end are padding
             labels[-3:] = IGNORED
-        return tokens[rows], labels[rows]
+        return [tensor[rows] for tensor in (tokens, labels, *positions)]
 
     seen = {"training": [], "evaluated": [], "two": []}
     for number in (1, 2):
@@ -52,6 +52,7 @@ LAYOUTS = {
     "pp2_dp2_tp2": (8, dict(parallel__pp=2, parallel__tp=2, model__tie_embeddings=True)),
     "pp2_recompute": (2, dict(parallel__pp=2, activation_checkpoint__mode="full")),
     "pp2_compile": (2, dict(parallel__pp=2, compile__enabled=True, compile__backend="aot_eager")),
+    "dp2_tp2_pp2_isolated": (8, dict(parallel__pp=2, parallel__tp=2, data__isolate_documents=True)),
     **{f"pp2_{name}": (2, dict(parallel__pp=2, parallel__schedule=name, training__micro_batch_size=1)) for name in SCHEDULES},
 }  # fmt: skip
 

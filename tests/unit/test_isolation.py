@@ -28,9 +28,9 @@ def a_row(lengths=LENGTHS, seed=0):
     return tokens, positions, [slice(end - length, end) for end, length in zip(ends, lengths)]
 
 
-def tiny_decoder(**changes) -> Decoder:
+def tiny_decoder(n_positions: int = 64, **changes) -> Decoder:
     torch.manual_seed(0)
-    model = Decoder(DecoderConfig(**(vars(TINY) | changes)), n_positions=64)
+    model = Decoder(DecoderConfig(**(vars(TINY) | changes)), n_positions)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)  # a leak would be seen
@@ -123,6 +123,7 @@ def test_the_mask_is_made_once_for_all_layers_and_plain_rows_need_none():
     assert isolated.count("_scaled_dot_product_flash_attention_for_cpu") == TINY.n_layers  # and never a slower kernel
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_mask_of_a_gpu_lets_through_the_same(monkeypatch):
     """FlexAttention, forward only and not compiled: a CPU can do no more."""
     import models.documents

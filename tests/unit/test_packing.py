@@ -41,8 +41,8 @@ def test_b65_b69_isolated_rows_are_the_plain_ones_with_borders(seed, seq_len):
     assert len(plain) == len(isolated) and plain.identity == isolated.identity
     first_tokens, seen = set(starts.tolist()), []
     for index in range(len(plain)):
-        row, other = isolated[index], plain[index]
-        assert torch.equal(row["tokens"], other["tokens"])
+        row, other = ({key: value.tolist() for key, value in rows[index].items()} for rows in (isolated, plain))
+        assert row["tokens"] == other["tokens"]
         for place in range(seq_len):
             at = index * seq_len + place
             starts_here = at in first_tokens or place == 0
@@ -105,9 +105,9 @@ def test_many_at_once_is_best_fit_decreasing(seed):
     assert (bins == best_fit(sizes, capacity)).all()
 
 
-def test_packing_a_million_documents():
+def test_packing_many_documents():
     """Its efficiency is what best-fit decreasing is known for; the index is what it says, an entry a piece."""
-    lengths = np.random.default_rng(0).lognormal(6, 1.2, 1_000_000).astype(np.int64) + 2
+    lengths = np.random.default_rng(0).lognormal(6, 1.2, 200_000).astype(np.int64) + 2
     starts = np.concatenate(([0], lengths.cumsum()))
     packing = pack(starts, 2048)
     n_rows = len(packing.row_starts) - 1
