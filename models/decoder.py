@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.decoder_config import DecoderConfig
+from models.documents import attend, document_mask
 from models.rotary import rotary_table, rotate
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention.
+    """Grouped-query attention: causal, and within documents if there is a mask (``models/documents.py``).
 
     The number of heads is read off the projections' width (``-1``), so a tensor-parallel rank that
     holds some of the heads runs the same code.
@@ -28,17 +29,11 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x_BSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BSD: torch.Tensor, table: torch.Tensor, mask=None) -> torch.Tensor:
         q_BSHE = rotate(self.q_norm(self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))), table)
         k_BSKE = rotate(self.k_norm(self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))), table)
         v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
-        out_BHSE = F.scaled_dot_product_attention(
-            q_BSHE.transpose(1, 2),
-            k_BSKE.transpose(1, 2),
-            v_BSKE.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=q_BSHE.shape[2] != k_BSKE.shape[2],
-        )
+        out_BHSE = attend(q_BSHE.transpose(1, 2), k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2), mask)
         return self.wo(out_BHSE.transpose(1, 2).flatten(2))
 
 
@@ -65,13 +60,13 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x_BSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), table)
+    def forward(self, x_BSD: torch.Tensor, table: torch.Tensor, mask=None) -> torch.Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), table, mask)
         return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
 
 
 class Decoder(nn.Module):
-    """Tokens int64 [B, S] to logits [B, S, V].
+    """Tokens int64 [B, S] to logits [B, S, V]; with positions int64 [B, S] each document of a row is on its own.
 
     Layers live in a ``ModuleDict`` keyed by their number in the whole model: a pipeline stage that
     keeps layers 4 and 5 still calls them ``layers.4`` and ``layers.5``. A part that a stage does not
@@ -96,8 +91,11 @@ class Decoder(nn.Module):
         """Compute the tables that no checkpoint holds. Call after leaving the meta device."""
         self.rotary_table = rotary_table(self.config, self.n_positions).to(device)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         hidden_BSD = self.tok_embeddings(tokens)
+        table, mask = self.rotary_table, None
+        if positions is not None:
+            table, mask = table[:, positions], document_mask(positions, hidden_BSD.dtype)
         for block in self.layers.values():
-            hidden_BSD = block(hidden_BSD, self.rotary_table)
+            hidden_BSD = block(hidden_BSD, table, mask)
         return self.output(self.norm(hidden_BSD))

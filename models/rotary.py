@@ -36,9 +36,9 @@ def rotary_table(config: DecoderConfig, n_positions: int) -> torch.Tensor:
 def rotate(x_BSHE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Turn each channel pair (i, i + E/2) of ``x`` by its position's angle; keeps x's shape and dtype.
 
-    The length is read off ``x``, which after the projection always spans the whole sequence, even
+    ``table``: of positions 0, 1, ... [2, P, E/2], or of each token's own position [2, B, S, E/2]. The length is read off ``x``, which after the projection always spans the whole sequence, even
     where the block's input was only a shard of it.
     """
-    cos, sin = table[:, : x_BSHE.shape[1], None, :]
+    cos, sin = table[..., : x_BSHE.shape[1], None, :]
     first, second = x_BSHE.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x_BSHE)

@@ -143,29 +143,39 @@ class Pipeline:
         """Note when each action of this rank begins and ends in the next ``forward_backward``, in ``times``."""
         self._timed = True
 
-    def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-        """Run tokens and labels [sequences, S], cut into micro-batches; their losses on the last stage, else []."""
+    def forward_backward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """Run tokens and labels [sequences, S], cut into micro-batches; their losses on the last stage, else [].
+
+        ``positions``, of the same shape, go to every stage as they are: all ranks of a pipeline read the same batch.
+        """
         # Only now: the count of the step's tokens, just before, has brought all ranks together.
         self.times = ActionTimes(self.stages[0].device) if self._timed else None
         self._timed = False
         for stage in self.stages:
             stage.action_times = self.times
         try:
-            return self._run(self.schedule.step, tokens, labels)
+            return self._run(self.schedule.step, tokens, labels, positions)
         finally:
             for stage in self.stages:
                 stage.action_times = None
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
         """The same without the backward, in the order of the schedule's forwards."""
-        return self._run(self.schedule.eval, tokens, labels)
+        return self._run(self.schedule.eval, tokens, labels, positions)
 
-    def _run(self, run_schedule: Callable, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+    def _run(self, run_schedule: Callable, *batch: torch.Tensor | None) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
-        for run_tokens, run_labels in zip(tokens.chunk(self.n_runs), labels.chunk(self.n_runs)):
+        parts = [(None,) * self.n_runs if tensor is None else tensor.chunk(self.n_runs) for tensor in batch]
+        for tokens, labels, positions in zip(*parts):
             run_losses: list[torch.Tensor] = []
-            inputs = (run_tokens,) if self.has_first else ()
-            targets = {"target": run_labels, "losses": run_losses} if self.has_last else {}
-            run_schedule(*inputs, **targets, return_outputs=False)
+            inputs = (tokens,) if self.has_first else ()
+            targets = {"target": labels, "losses": run_losses} if self.has_last else {}
+            # Torch cuts what has another name than its own for every stage.
+            to_all = {} if positions is None else {"positions": positions}
+            run_schedule(*inputs, **targets, **to_all, return_outputs=False)
             losses += run_losses
         return losses

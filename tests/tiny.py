@@ -10,6 +10,7 @@ from models.initialize import draw_slice, initial_std
 from trainer.config import Config
 from trainer.config_load import Override, load_config
 from trainer.config_rules import Resolved, resolve_config
+from trainer.data.packing import positions_after
 from trainer.data.rows import IGNORED
 from trainer.observe import Observed
 
@@ -33,8 +34,8 @@ def _toml(value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(list(value) if isinstance(value, tuple) else value)
 
 
-def make_batch(config: Config, step: int, mask: str = "none") -> tuple[torch.Tensor, torch.Tensor]:
-    """The global batch of a step: tokens and labels int64 [global batch, S].
+def make_batch(config: Config, step: int, mask: str = "none") -> tuple[torch.Tensor, ...]:
+    """The global batch of a step: tokens and labels int64 [global batch, S], and positions of isolated documents.
 
     mask: "none"; "unequal" ignores a different, large share of each sequence; "empty_rows" also all labels of
     the first half of the batch; "all" every label.
@@ -53,7 +54,11 @@ def make_batch(config: Config, step: int, mask: str = "none") -> tuple[torch.Ten
         labels[: shape[0] // 2] = IGNORED
     if mask == "all":
         labels[:] = IGNORED
-    return tokens[:, :-1], labels
+    if not config.data.isolate_documents:
+        return tokens[:, :-1], labels
+    is_start = torch.rand(labels.shape, generator=generator) < torch.linspace(0, 0.5, shape[0])[:, None]
+    labels[:, :-1][is_start[:, 1:]] = IGNORED
+    return tokens[:, :-1], labels, torch.stack([positions_after(row) for row in is_start])
 
 
 def reference_model(resolved: Resolved) -> Decoder:
@@ -83,9 +88,11 @@ def reference(config: Config, n_steps: int, mask: str = "none") -> Observed:
         lr=section.lr, betas=section.betas, eps=section.eps,
     )  # fmt: skip
     for step in range(1, n_steps + 1):
-        tokens, labels = make_batch(config, step, mask)
+        tokens, labels, *positions = make_batch(config, step, mask)
         n_valid = int((labels != IGNORED).sum())
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / max(n_valid, 1)
+        loss = F.cross_entropy(model(tokens, *positions).flatten(0, 1), labels.flatten(), reduction="sum") / max(
+            n_valid, 1
+        )
         loss.backward()
         if step == 1:
             seen.gradients = {name: parameter.grad.clone() for name, parameter in named.items()}

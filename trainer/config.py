@@ -99,6 +99,13 @@ class Data(Section):
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="seed of the order of the rows")
     shuffle: bool = Field(True, description="draw a new order of the rows every epoch; false: in file order")
+    packing: Literal["concatenate", "best_fit"] = Field(
+        "concatenate",
+        description='how documents become rows: one after another, cut where a row ends; or whole, wherever they fit best: "best_fit"',
+    )
+    isolate_documents: bool = Field(
+        False, description="attention does not cross the border of a document, and its positions start at 0"
+    )
     workers: CountOrOff = Field(0, description="loader processes per rank; 0: read in the training process")
 
 

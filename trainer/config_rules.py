@@ -217,6 +217,11 @@ def _data_problems(config: Config) -> Iterator[str]:
         yield f'data.path = "{data.path}" is not read with data.source = "bundled"; use "text" or "jsonl"'
     if data.source != "bundled" and data.path is None:
         yield f'data.source = "{data.source}" needs data.path'
+    if data.packing == "best_fit" and not data.isolate_documents:
+        yield (
+            'data.packing = "best_fit" needs data.isolate_documents = true, and it is false: documents that have nothing '
+            "to do with each other share a row"
+        )
 
 
 def _validation_problems(config: Config) -> Iterator[str]:

@@ -24,6 +24,7 @@ from trainer.data.loader import batches_in_order, load_validation_rows
 from trainer.errors import EXIT_FAILED, UserError
 from trainer.launch import check_files, count_processes
 from trainer.rank import run_rank
+from trainer.step import Batch
 from trainer.torchrun import run_ranks
 
 
@@ -107,9 +108,9 @@ def _numbers(loss: float, n_tokens: int) -> dict:
     return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "n_tokens": n_tokens}
 
 
-def _on_device(batches: Iterator, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for tokens, labels in batches:
-        yield tokens.to(device), labels.to(device)
+def _on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    for batch in batches:
+        yield tuple(tensor.to(device) for tensor in batch)
 
 
 def _rank_main(folder: Path, n_batches: int) -> int:

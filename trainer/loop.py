@@ -10,6 +10,7 @@ import torch
 
 from parallelize.layout import Layout
 from trainer.checkpoint import Checkpointer
+from trainer.data.rows import model_inputs
 from trainer.garbage import Garbage
 from trainer.hardware import memory_bytes
 from trainer.instruments import Instruments
@@ -20,7 +21,7 @@ from trainer.optimizer import set_lr
 from trainer.rank_log import LOG
 from trainer.rank_stats import RankStats, gather_stats, summary_of
 from trainer.signals import StopRequest
-from trainer.step import StepResult, TrainStep
+from trainer.step import Batch, StepResult, TrainStep
 from trainer.watchdog import Watchdog
 
 _MOST_EXP = 700  # exp of more is beyond a float
@@ -43,7 +44,7 @@ class Validation:
 
     interval: int
     # By name, "" if the run has only one; of this data rank, on its device:
-    sets: dict[str, Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]]
+    sets: dict[str, Callable[[], Iterator[Batch]]]
 
 
 @dataclass
@@ -112,13 +113,13 @@ def train_steps(run: Run) -> bool:
     for step in range(run.done_steps + 1, run.last_step + 1):
         is_first = step == run.done_steps + 1
         run.watchdog.begin(f"step {step}", "job.step_timeout_s", factor=_FIRST_STEP if is_first else 1)
-        tokens, labels = watch.time_data(lambda: next_batch(run))
+        batch = watch.time_data(lambda: next_batch(run))
         lr = run.lr.at(step)
         set_lr(run.step.optimizer, lr)
         run.checkpointer.writer.check()
         due = run.due(step)
         with run.instruments.watching(step, due.report, watch):
-            result = run.step(tokens, labels, stop_requested=run.stop.requested)
+            result = run.step(*batch, stop_requested=run.stop.requested)
         watch.n_steps += 1
 
         run.unread.append((step, result))
@@ -163,10 +164,9 @@ def validate(run: Run, step: int) -> dict:
     }
 
 
-def next_batch(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
-    """The step's tokens and labels of this data rank on its device: int64 [sequences, S]."""
-    batch = next(run.batches)
-    return tuple(batch[key].to(run.device, non_blocking=True) for key in ("tokens", "labels"))
+def next_batch(run: Run) -> Batch:
+    """The step's share of this data rank, on its device."""
+    return tuple(tensor.to(run.device, non_blocking=True) for tensor in model_inputs(next(run.batches)))
 
 
 def read_verdicts(run: Run, n_left_unread: int) -> bool:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from parallelize.mesh import Mesh
 from trainer.build import build_model, build_train_step
 from trainer.config_rules import Resolved
+from trainer.step import Batch
 
 
 @dataclass
@@ -36,10 +37,8 @@ def digest(sequence: torch.Tensor) -> str:
     return hashlib.sha256(sequence.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
-def observe(
-    resolved: Resolved, mesh: Mesh, device: torch.device, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]
-) -> Observed:
-    """Build the run, train on ``batches`` (tokens and labels of this data rank, one pair a step), look at it."""
+def observe(resolved: Resolved, mesh: Mesh, device: torch.device, batches: Iterable[Batch]) -> Observed:
+    """Build the run, train on ``batches`` (of this data rank, one a step), look at it."""
     model = build_model(resolved, mesh, device)
     step = build_train_step(resolved, model, mesh, device)
     seen = Observed(dp_index=mesh.dp_index)
@@ -48,9 +47,9 @@ def observe(
         return {name: whole(tensor_of(parameter)) for name, parameter in model.named.items()}
 
     seen.initial = all_of(lambda parameter: parameter)
-    for tokens, labels in batches:
-        seen.batches.append([digest(row) for row in torch.stack((tokens, labels), dim=1)])
-        loss_share = step.forward_backward(tokens.to(device), labels.to(device))
+    for batch in batches:
+        seen.batches.append([digest(row) for row in torch.stack(tuple(batch), dim=1)])
+        loss_share = step.forward_backward(*(tensor.to(device) for tensor in batch))
         if not seen.losses:
             seen.gradients = all_of(lambda parameter: parameter.grad)
         loss, grad_norm, _ = step.total_and_clip(loss_share, stop_requested=False)

@@ -75,6 +75,8 @@ def _not_modelled(config: Config) -> list[str]:
     lines = []
     if config.compile.enabled:
         lines.append("compile.enabled = true: compiled blocks are predicted as if they were not")
+    if config.data.isolate_documents:
+        lines.append("data.isolate_documents = true: attention is counted as over whole rows")
     if config.parallel.reshard_after_forward == "always":
         lines.append(
             'parallel.reshard_after_forward = "always": with a pipeline, its gathers for each micro-batch are not counted'

@@ -13,13 +13,19 @@ from parallelize.local_model import LocalModel
 from parallelize.mesh import sum_over_ranks
 from trainer.loss import TokenLoss, count_valid
 
+Batch = Sequence[torch.Tensor]  # tokens, labels, and positions where documents are isolated: int64 [sequences, S]
+
 
 class MicroBatches(Protocol):
-    """Runs tokens and labels [sequences, S], cut into micro-batches; their losses where the last stage is, else []."""
+    """Runs a ``Batch``, cut into micro-batches; their losses where the last stage is, else []."""
 
-    def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]: ...
+    def forward_backward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> list[torch.Tensor]: ...
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]: ...
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> list[torch.Tensor]: ...
 
 
 class InTurn:
@@ -35,22 +41,29 @@ class InTurn:
         self.micro_batch_size = micro_batch_size
         self.reduce_once = reduce_once
 
-    def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+    def forward_backward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
         losses = []
-        micro_batches = self._cut(tokens, labels)
-        for number, (inputs, targets) in enumerate(micro_batches, 1):
+        micro_batches = self._cut(tokens, labels, positions)
+        for number, micro_batch in enumerate(micro_batches, 1):
             if self.reduce_once:
                 self.model.more_to_come(number < len(micro_batches))
-            loss = self.loss_fn(self.part(inputs), targets)
+            loss = self._loss(*micro_batch)
             loss.backward()
             losses.append(loss.detach())
         return losses
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-        return [self.loss_fn(self.part(inputs), targets) for inputs, targets in self._cut(tokens, labels)]
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        return [self._loss(*micro_batch) for micro_batch in self._cut(tokens, labels, positions)]
 
-    def _cut(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(zip(tokens.split(self.micro_batch_size), labels.split(self.micro_batch_size)))
+    def _cut(self, *batch: torch.Tensor | None) -> list[Batch]:
+        return list(zip(*(tensor.split(self.micro_batch_size) for tensor in batch if tensor is not None)))
+
+    def _loss(self, tokens: torch.Tensor, labels: torch.Tensor, *positions: torch.Tensor) -> torch.Tensor:
+        return self.loss_fn(self.part(tokens, *positions), labels)
 
 
 @dataclass(frozen=True)
@@ -93,7 +106,7 @@ class Verdict:
 
 
 class TrainStep:
-    """Callable: (tokens, labels) of this data rank, int64 [sequences, S] -> ``StepResult``."""
+    """Callable: this data rank's ``Batch`` -> ``StepResult``."""
 
     def __init__(
         self,
@@ -115,19 +128,27 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.loss_context = loss_context
 
-    def __call__(self, tokens: torch.Tensor, labels: torch.Tensor, stop_requested: bool = False) -> StepResult:
-        loss_share = self.forward_backward(tokens, labels)
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        stop_requested: bool = False,
+    ) -> StepResult:
+        loss_share = self.forward_backward(tokens, labels, positions)
         loss, grad_norm, stop = self.total_and_clip(loss_share, stop_requested)
         verdict = Verdict(self.update(loss, grad_norm), stop)
         return StepResult(loss, grad_norm, verdict, loss_share, self.squared_norm_share, self.gradient_norms)
 
-    def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward_backward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Accumulate gradients of all micro-batches. Returns what this rank adds to the loss, a scalar."""
         # Ranks that differ only in pp or tp count the same sequences.
         copies = self.layout.pp * self.layout.tp
         self.loss_fn.n_tokens = sum_over_ranks(count_valid(labels)) // copies
         with self.loss_context():
-            losses = self.micro_batches.forward_backward(tokens, labels)
+            losses = self.micro_batches.forward_backward(tokens, labels, positions)
         self.model.complete_gradients()
         return _sum_of(losses, labels.device)
 
@@ -161,17 +182,17 @@ class TrainStep:
         return skipped
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, int]:
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
         """Loss without training: (mean over the valid tokens of all batches and ranks, their number).
 
-        The same on every rank; 0 without a valid token. ``batches``: tokens and labels of this data rank, int64
-        [sequences, S], as many on every rank, in the step's shape. Changes no state that training sees.
+        The same on every rank; 0 without a valid token. ``batches``: of this data rank, as many
+        on every rank, in the step's shape. Changes no state that training sees.
         """
         layout, totals = self.layout, None
-        for tokens, labels in batches:
+        for tokens, labels, *positions in batches:
             self.loss_fn.n_tokens = torch.ones((), dtype=torch.int64, device=labels.device)  # sums, not means
             with self.loss_context():
-                losses = self.micro_batches.forward(tokens, labels)
+                losses = self.micro_batches.forward(tokens, labels, *positions)
             loss_sum = _sum_of(losses, labels.device).double() / layout.tp
             share = torch.stack((loss_sum, count_valid(labels).double() / (layout.pp * layout.tp)))
             totals = share if totals is None else totals + share

@@ -12,6 +12,7 @@ from parallelize.planner.replay import StageTime, action_orders, replay
 from parallelize.planner.topology import node_map
 from trainer.config import Config
 from trainer.config_rules import Resolved, schedule_for
+from trainer.data.rows import Rows
 from trainer.hardware import GIB
 
 _EQUAL = StageTime(forward_s=1.0, input_s=1.0, weight_s=1.0)
@@ -40,7 +41,7 @@ def stage_lines(resolved: Resolved, model: LocalModel) -> list[str]:
     return lines
 
 
-def summary(resolved: Resolved, device_name: str, n_rows: int, links: str, stages: list[str]) -> str:
+def summary(resolved: Resolved, device_name: str, rows: Rows, links: str, stages: list[str]) -> str:
     """Lines of a label and what it stands for. ``links``: as measured; ``stages``: ``stage_lines``."""
     config, layout, training = resolved.config, resolved.layout, resolved.config.training
     precision, n_processes = config.precision, layout.world_size
@@ -63,7 +64,7 @@ def summary(resolved: Resolved, device_name: str, n_rows: int, links: str, stage
             f"{training.micro_batch_size} sequences x {resolved.n_microbatches} micro-batches x {layout.dp} data ranks "
             f"= {training.global_batch_size} of {training.seq_len} tokens: {resolved.tokens_per_step:,} tokens a step",
         ),
-        ("data", f"{n_rows:,} rows, {n_rows / training.global_batch_size:.1f} steps an epoch"),
+        ("data", _data(config, rows)),
         (
             "precision",
             f"parameters and optimizer {precision.param}, compute {precision.compute}, gradient reduction {precision.reduce}",
@@ -90,6 +91,13 @@ def summary(resolved: Resolved, device_name: str, n_rows: int, links: str, stage
         f"{'' if label == before else label:<12}{text}" for (before, _), (label, text) in zip([("", "")] + lines, lines)
     ]
     return "\n".join(shown)
+
+
+def _data(config: Config, rows: Rows) -> str:
+    text = f"{len(rows):,} rows, {len(rows) / config.training.global_batch_size:.1f} steps an epoch"
+    if config.data.packing == "best_fit":
+        text += f"; best fit: {rows.share_filled:.1%} of their positions hold a token"
+    return text + ("; documents isolated" if config.data.isolate_documents else "")
 
 
 def device_name(device: torch.device) -> str:

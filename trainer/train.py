@@ -21,7 +21,7 @@ from trainer.config_load import dump_config
 from trainer.config_rules import Resolved, resolve_config
 from trainer.console import say
 from trainer.data.loader import batches_in_order, load_rows, load_validation_rows, make_loader
-from trainer.data.rows import TokenRows
+from trainer.data.rows import Rows
 from trainer.errors import EXIT_STOPPED, UserError
 from trainer.garbage import Garbage
 from trainer.hardware import peak_flops
@@ -113,7 +113,7 @@ def _train(config: Config, device: torch.device, stop: StopRequest, watchdog: Wa
 
 def _prepare(
     resolved: Resolved,
-    rows: TokenRows,
+    rows: Rows,
     resume_from: Path | None,
     device: torch.device,
     stop: StopRequest,
@@ -136,7 +136,7 @@ def _prepare(
         open_rank_log(folder / "logs", dist.get_rank(), mesh.place, device)
     if is_main:
         write_whole(folder / "config.toml", dump_config(config))
-        say(summary(resolved, device_name(device), len(rows), links, stages))
+        say(summary(resolved, device_name(device), rows, links, stages))
         _print_start(config, resume_from, state)
     loader = make_loader(
         rows, config.data, training.global_batch_size, mesh.dp_index, resolved.layout.dp, first_step=done + 1
@@ -193,7 +193,7 @@ def _connect(resolved: Resolved, device: torch.device, folder: Path, watchdog: W
     return mesh, links
 
 
-def _where_to_start(config: Config, rows: TokenRows) -> tuple[Path | None, int]:
+def _where_to_start(config: Config, rows: Rows) -> tuple[Path | None, int]:
     """The checkpoint to go on from, intact and of this run, and its step; (None, 0) for a fresh start.
 
     A damaged one that was not asked for by name is passed over, with a warning, for the one before, and set aside.
@@ -246,10 +246,10 @@ def _validation(resolved: Resolved, mesh: Mesh, device: torch.device) -> Validat
         return None
     sets = load_validation_rows(config, resolved.architecture.vocab_size)
 
-    def batches(rows: TokenRows):
+    def batches(rows: Rows):
         whole = batches_in_order(rows, config.training.global_batch_size, mesh.dp_index, resolved.layout.dp)
-        for tokens, labels in itertools.islice(whole, config.validation.batches):
-            yield tokens.to(device), labels.to(device)
+        for batch in itertools.islice(whole, config.validation.batches):
+            yield tuple(tensor.to(device) for tensor in batch)
 
     return Validation(
         config.validation.interval, {name: functools.partial(batches, rows) for name, rows in sets.items()}

@@ -23,6 +23,7 @@ from trainer.errors import EXIT_FAILED, UserError
 from trainer.launch import count_processes
 from trainer.observe import Observed, observe
 from trainer.rank import run_rank
+from trainer.step import Batch
 from trainer.torchrun import run_ranks
 from trainer.verify import shrink, verify
 
@@ -70,11 +71,12 @@ def _run_job(config: Config, world_size: int, n_steps: int, folder: Path) -> lis
     return [Observed(**torch.load(file, weights_only=True)) for file in files]
 
 
-def batches_for(resolved: Resolved, mesh: Mesh, n_steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This data rank's first batches of the config's own data: tokens and labels int64 [sequences, S].
+def batches_for(resolved: Resolved, mesh: Mesh, n_steps: int) -> Iterator[Batch]:
+    """This data rank's first batches of the config's own data.
 
     Ids are folded into the shrunk vocabulary. A seventh to all of each sequence's labels count, depending on
-    its content alone: with equal counts a mean of means would pass unnoticed.
+    its content alone: with equal counts a mean of means would pass unnoticed. Where documents are isolated, half of
+    them is made a document of its own: short sequences may lie within one.
     """
     config, vocab_size = resolved.config, resolved.architecture.vocab_size
     rows = load_rows(config.data, config.training.seq_len, vocab_size=2**62)
@@ -82,10 +84,16 @@ def batches_for(resolved: Resolved, mesh: Mesh, n_steps: int) -> Iterator[tuple[
         rows, config.data, config.training.global_batch_size, mesh.dp_index, resolved.layout.dp, first_step=1
     )
     for batch in itertools.islice(loader, n_steps):
-        tokens, labels = batch["tokens"] % vocab_size, batch["labels"] % vocab_size
-        n_kept = config.training.seq_len * (1 + tokens.sum(dim=1) % 7) // 7
-        ignored = torch.arange(config.training.seq_len) >= n_kept[:, None]
-        yield tokens, labels.masked_fill(ignored, IGNORED)
+        tokens = batch["tokens"] % vocab_size
+        n_kept = config.training.seq_len * (1 + tokens.sum(dim=1, keepdim=True) % 7) // 7
+        index = torch.arange(config.training.seq_len)
+        ignored = (index >= n_kept) | (batch["labels"] == IGNORED)
+        labels = (batch["labels"] % vocab_size).masked_fill(ignored, IGNORED)
+        if "positions" not in batch:
+            yield tokens, labels
+            continue
+        from_border = index - n_kept // 2
+        yield tokens, labels, batch["positions"].where(from_border < 0, batch["positions"].minimum(from_border))
 
 
 def _rank_main(folder: Path, n_steps: int) -> int:

@@ -40,7 +40,7 @@ def observe_rank(config: Config, world_size: int, n_steps: int, mask: str) -> Ob
     share = config.training.global_batch_size // resolved.layout.dp
     rows = slice(mesh.dp_index * share, (mesh.dp_index + 1) * share)
     batches = [make_batch(config, step, mask) for step in range(1, n_steps + 1)]
-    return numpy_tensors(observe(resolved, mesh, CPU, [(tokens[rows], labels[rows]) for tokens, labels in batches]))
+    return numpy_tensors(observe(resolved, mesh, CPU, [[tensor[rows] for tensor in batch] for batch in batches]))
 
 
 def same_on_one_process(config: Config) -> Config:

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from models.decoder import Decoder
 from parallelize.mesh import Mesh
 from parallelize.tied import TiedWeight
 from tests.dist.parity import CPU, numpy_tensors
@@ -101,6 +102,15 @@ def averaged_by_fsdp(resolved, mesh: Mesh):
     return patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
 
 
+def borders_only_on_the_first_stage(resolved, mesh: Mesh):
+    original = Decoder.forward
+
+    def forward(self, hidden, positions=None):
+        return original(self, hidden, positions if mesh.index("pp") == 0 else None)
+
+    return patch.object(Decoder, "forward", forward)
+
+
 FAULTS = {
     "norm gradient not summed over tp": without_style("layers.*.attention_norm"),
     "plan pattern removed": without_style("layers.*.feed_forward.w2"),
@@ -111,4 +121,5 @@ FAULTS = {
     "tied weights untied": tied_weights_untied,
     "data rank shifted": data_rank_shifted,
     "averaged by FSDP": averaged_by_fsdp,
+    "borders only on the first stage": borders_only_on_the_first_stage,
 }

@@ -91,9 +91,9 @@ def _record(step, seen) -> None:
     """Note each step's sequences on this rank, as digests, and the learning rates that its update uses."""
     forward_backward, update = step.forward_backward, step.update
 
-    def recorded_forward_backward(tokens, labels):
-        seen["batches"].append([digest(row) for row in torch.stack((tokens, labels), dim=1)])
-        return forward_backward(tokens, labels)
+    def recorded_forward_backward(*batch):
+        seen["batches"].append([digest(row) for row in torch.stack([t for t in batch if t is not None], dim=1)])
+        return forward_backward(*batch)
 
     def recorded_update(*totals):
         seen["rates"].append({group["lr"] for group in step.optimizer.param_groups})
@@ -107,8 +107,8 @@ def _poison(step, seen, at_steps: int | tuple[int, ...], rank: int, value: float
     at_steps = at_steps if isinstance(at_steps, tuple) else (at_steps,)
     original = step.forward_backward
 
-    def forward_backward(tokens, labels):
-        loss = original(tokens, labels)
+    def forward_backward(*batch):
+        loss = original(*batch)
         calls["n"] += 1
         if calls["n"] in at_steps and torch.distributed.get_rank() == rank:
             first = next(p for p in seen["named"].values() if p.grad.to_local().numel())

@@ -112,6 +112,7 @@ def test_checkpoints_of_an_earlier_version_open(ranks, tmp_path):
         for key in ("validation_loss", "nonfinite_in_a_row", "data", "crc32"):
             del state[key]
         del state["config"]["debug"], state["config"]["validation"]
+        del state["config"]["data"]["packing"], state["config"]["data"]["isolate_documents"]
         path.write_text(json.dumps(state | {"crc32": zlib.crc32(json.dumps(state, sort_keys=True).encode())}))
     assert ranks(1, run_training, run_config(tmp_path, training__steps=3))[0]["finished"]
 

@@ -22,10 +22,10 @@ def evaluate_between_steps(config, world_size: int, evaluates: bool) -> dict:
     rows = slice(mesh.dp_index * share, (mesh.dp_index + 1) * share)
 
     def batch(number: int):
-        tokens, labels = make_batch(config, number, "empty_rows" if number == 2 else "unequal")
+        tokens, labels, *positions = make_batch(config, number, "empty_rows" if number == 2 else "unequal")
         if number == 9:  # the last batch of a validation set: rows beyond its end are padding
             labels[-3:] = IGNORED
-        return tokens[rows], labels[rows]
+        return [tensor[rows] for tensor in (tokens, labels, *positions)]
 
     seen = {"training": [], "evaluated": [], "two": []}
     for number in (1, 2):
@@ -52,6 +52,7 @@ LAYOUTS = {
     "pp2_dp2_tp2": (8, dict(parallel__pp=2, parallel__tp=2, model__tie_embeddings=True)),
     "pp2_recompute": (2, dict(parallel__pp=2, activation_checkpoint__mode="full")),
     "pp2_compile": (2, dict(parallel__pp=2, compile__enabled=True, compile__backend="aot_eager")),
+    "dp2_tp2_pp2_isolated": (8, dict(parallel__pp=2, parallel__tp=2, data__isolate_documents=True)),
     **{f"pp2_{name}": (2, dict(parallel__pp=2, parallel__schedule=name, training__micro_batch_size=1)) for name in SCHEDULES},
 }  # fmt: skip
 
@@ -72,7 +73,8 @@ def test_b17_validation_loss_is_the_training_loss_of_the_same_tokens(ranks, name
             assert loss == pytest.approx(training, rel=1e-6)
     # Token-weighted over batches of unequal count, not a mean of means.
     (first, n_first), (both, n_both) = seen[0]["evaluated"][0], seen[0]["two"][0]
-    rest = ranks(1, evaluate_alone, tiny_config(model__tie_embeddings=overrides.get("model__tie_embeddings", False)))[0]
+    of_the_model = {key: value for key, value in overrides.items() if key in ("model__tie_embeddings", "data__isolate_documents")}
+    rest = ranks(1, evaluate_alone, tiny_config(**of_the_model))[0]
     assert n_both == n_first + rest[1]
     assert both == pytest.approx((first * n_first + rest[0] * rest[1]) / n_both, rel=1e-6)
 
@@ -82,5 +84,4 @@ def evaluate_alone(config) -> tuple[float, int]:
     resolved = resolve_config(config, 1)
     mesh = mesh_of(resolved.layout)
     step = build_train_step(resolved, build_model(resolved, mesh, CPU), mesh, CPU)
-    tokens, labels = make_batch(config, 9, "unequal")
-    return step.evaluate([(tokens[:-3], torch.as_tensor(labels[:-3]))])
+    return step.evaluate([[tensor[:-3] for tensor in make_batch(config, 9, "unequal")]])

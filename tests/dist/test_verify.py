@@ -23,6 +23,7 @@ BLAME = {
     "tied weights untied": ("gradient norm, step 1", ["pp"]),
     "data rank shifted": ("batch", ["dp_shard"]),
     "averaged by FSDP": ("gradient norm, step 1", ["dp_shard"]),
+    "borders only on the first stage": ("loss, step 1", ["pp"]),
 }
 
 
@@ -46,16 +47,18 @@ def test_every_fault_has_its_blame():
     assert BLAME.keys() == FAULTS.keys() and len(BLAME) >= 8
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_right_layout_passes(ranks, tied):
-    verdict = verdict_of(ranks, three_axes(model__tie_embeddings=tied), 8)
+@pytest.mark.parametrize("tied, isolated", [(False, False), (True, False), (False, True)])
+def test_a_right_layout_passes(ranks, tied, isolated):
+    verdict = verdict_of(ranks, three_axes(model__tie_embeddings=tied, data__isolate_documents=isolated), 8)
     assert verdict.passed and verdict.suspects == [], verdict.table()
     assert all(check.passed for check in verdict.checks) and len(verdict.checks) == 9
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_and_blamed(ranks, fault):
-    verdict = verdict_of(ranks, three_axes(model__tie_embeddings=fault == "tied weights untied"), 8, fault)
+    isolated = fault == "borders only on the first stage"
+    config = three_axes(model__tie_embeddings=fault == "tied weights untied", data__isolate_documents=isolated)
+    verdict = verdict_of(ranks, config, 8, fault)
     first, suspects = BLAME[fault]
     assert not verdict.passed
     assert next(check.name for check in verdict.checks if not check.passed) == first, verdict.table()

@@ -73,8 +73,8 @@ def test_bundled_text_and_tokenizers():
     ids = tokenizer.encode(text[:2000])
     assert tokenizer.n_ids == 49_152 and 300 < len(ids) < 700 and ids.max() < tokenizer.n_ids
     assert bytes(ByteTokenizer().encode("naïve ☃").astype(np.uint8)).decode() == "naïve ☃"
-    stream = token_stream(["ab", "c"], ByteTokenizer())
-    assert stream.tolist() == [97, 98, 256, 99, 256]
+    stream, starts = token_stream(["ab", "c"], ByteTokenizer())
+    assert stream.tolist() == [97, 98, 256, 99, 256] and starts.tolist() == [0, 3, 5]
 
 
 def write(path, content: bytes):

@@ -11,7 +11,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.config import Config, Data
 from trainer.data.documents import read_documents, source_of
-from trainer.data.rows import IGNORED, TokenRows, token_stream
+from trainer.data.packing import rows_of
+from trainer.data.rows import IGNORED, Rows, model_inputs, token_stream
 from trainer.data.tokenizer import load_tokenizer_for
 from trainer.signals import stop_signals
 
@@ -64,13 +65,14 @@ class StepSampler:
             yield batch[self.dp_index * self.share : (self.dp_index + 1) * self.share]
 
 
-def load_rows(data: Data, seq_len: int, vocab_size: int, key: str = "data.path") -> TokenRows:
+def load_rows(data: Data, seq_len: int, vocab_size: int, key: str = "data.path") -> Rows:
     """Read and tokenize the text of the ``[data]`` section. Raises ``UserError``, with ``key``, for what the user can mend."""
     tokenizer = load_tokenizer_for(data.tokenizer, vocab_size)
-    return TokenRows(token_stream(read_documents(data.source, data.path, key), tokenizer), seq_len, key)
+    stream, starts = token_stream(read_documents(data.source, data.path, key), tokenizer)
+    return rows_of(data, stream, starts, seq_len, key)
 
 
-def load_validation_rows(config: Config, vocab_size: int) -> dict[str, TokenRows]:
+def load_validation_rows(config: Config, vocab_size: int) -> dict[str, Rows]:
     """The rows of each validation set by name; "" is the training text, where the config names none."""
     section, seq_len = config.validation, config.training.seq_len
     if not section.sets:
@@ -87,9 +89,9 @@ def load_validation_rows(config: Config, vocab_size: int) -> dict[str, TokenRows
 
 
 def make_loader(
-    rows: TokenRows, data: Data, global_batch_size: int, dp_index: int, dp: int, first_step: int
+    rows: Rows, data: Data, global_batch_size: int, dp_index: int, dp: int, first_step: int
 ) -> StatefulDataLoader:
-    """Batches of this data rank from ``first_step`` (1-based) on: tokens and labels int64 [sequences, S].
+    """Batches of this data rank from ``first_step`` (1-based) on: what a row has, int64 [sequences, S].
 
     The position is the step alone, so the loader's own state, which knows a rank and its workers, is not
     saved: a run may go on with any number of either.
@@ -108,23 +110,17 @@ def make_loader(
         )
 
 
-def batches_in_order(
-    rows: TokenRows, global_batch_size: int, dp_index: int, dp: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This data rank's share of every row once, in file order: tokens and labels int64 [sequences, S].
+def batches_in_order(rows: Rows, global_batch_size: int, dp_index: int, dp: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """This data rank's share of every row once, in file order, as a step takes it: int64 [sequences, S] each.
 
     Every rank gets as many batches, all of one shape: past the last row, labels that do not count.
     """
     share = global_batch_size // dp
+    past_the_end = rows[0] | {"labels": torch.full_like(rows[0]["labels"], IGNORED)}
     for first in range(0, len(rows), global_batch_size):
-        tokens = torch.zeros((share, rows.seq_len), dtype=torch.int64)
-        labels = torch.full_like(tokens, IGNORED)
-        for place in range(share):
-            row = first + dp_index * share + place
-            if row < len(rows):
-                entry = rows[row]
-                tokens[place], labels[place] = entry["tokens"], entry["labels"]
-        yield tokens, labels
+        mine = range(first + dp_index * share, first + (dp_index + 1) * share)
+        entries = [model_inputs(rows[row] if row < len(rows) else past_the_end) for row in mine]
+        yield tuple(torch.stack(tensors) for tensors in zip(*entries))
 
 
 def _leave_signals_to_the_rank(worker: int) -> None:

@@ -1,7 +1,8 @@
 """A stream of tokens cut into training rows."""
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,6 +12,27 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 
 IGNORED = -100  # a label that does not count; torch's default ignore_index
+
+
+class Rows(Protocol):
+    """Training rows. A row is a dict of int64 [S]: "tokens", "labels", and "positions" where documents are isolated."""
+
+    seq_len: int
+
+    @property
+    def identity(self) -> dict[str, int]: ...
+
+    @property
+    def share_filled(self) -> float: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]: ...
+
+
+def model_inputs(entry: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """What a step takes of a row or a batch of rows: tokens, labels, and positions if there are any."""
+    return tuple(entry[key] for key in ("tokens", "labels", "positions") if key in entry)
 
 
 def labels_of(tokens: torch.Tensor, trained: torch.Tensor | None = None) -> torch.Tensor:
@@ -47,6 +69,11 @@ class TokenRows(Dataset):
         """What tells this stream from another: number of tokens and checksum."""
         return {"tokens": len(self.stream), "crc32": zlib.crc32(np.ascontiguousarray(self.stream))}
 
+    @property
+    def share_filled(self) -> float:
+        """How many of the rows' positions hold a token."""
+        return 1.0
+
     def __len__(self) -> int:
         return self.n_rows
 
@@ -56,9 +83,14 @@ class TokenRows(Dataset):
         return {"tokens": tokens[:-1], "labels": labels_of(tokens)}
 
 
-def token_stream(documents: Iterable[str], tokenizer: Tokenizer) -> np.ndarray:
-    """All documents as one int32 stream, each followed by the end-of-text id."""
-    pieces = []
+def token_stream(documents: Iterable[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """All documents as one int32 stream, each followed by the end-of-text id; and where each starts in it.
+
+    The starts are int64 [documents + 1], the last one the stream's length.
+    """
+    pieces, lengths = [], [0]
     for document in documents:
         pieces += [tokenizer.encode(document), np.array([tokenizer.eos_id], dtype=np.int32)]
-    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
+        lengths.append(len(pieces[-2]) + 1)
+    stream = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
+    return stream, np.cumsum(lengths, dtype=np.int64)
