@@ -44,6 +44,7 @@ def treatment_of(config: Config, device_type: str) -> Treatment:
         ),
         recompute=config.activation_checkpoint.mode,
         compile_backend=config.compile.backend if config.compile.enabled else None,
+        compile_mode=config.compile.mode,
         # With a pipeline each micro-batch would gather again; torch's split-backward schedules even
         # give wrong gradients.
         reshard_after_forward=reshard == "always" or (reshard == "auto" and config.parallel.pp == 1),
