@@ -81,7 +81,9 @@ def read_bench(options: argparse.Namespace, overrides: list[Override]) -> Bench:
     numbers = {name: tables.pop(name, default) for name, (default, _) in _NUMBERS.items()}
     numbers |= {name: value for name in _NUMBERS if (value := getattr(options, name)) is not None}
     _check_numbers(numbers, path)
-    axes = _axes(matrix, f"{path}: [matrix] ", lambda name: f" ({path.name}:{_line_in_matrix(text, name)})" if path else "")
+    axes = _axes(
+        matrix, f"{path}: [matrix] ", lambda name: f" ({path.name}:{_line_in_matrix(text, name)})" if path else ""
+    )
     axes = {axis.name: axis for axis in [*axes, *_vary(options.vary or [])]}  # a flag's instead of the file's
     if not axes:
         said = f"{options.config} has no [matrix]" if path else "there is no --config"

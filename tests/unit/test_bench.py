@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from parallelize.apply import Treatment, _prepare_block
+from trainer import bench as bench_command
 from trainer.bench import Results, measured
 from trainer.bench_matrix import cells_of, read_bench
 from trainer.bench_report import row_of
@@ -176,6 +177,26 @@ def test_what_is_done_is_kept_and_what_failed_is_not(tmp_path):
     path.write_text("{}")
     with pytest.raises(UserError, match="is not a bench's"):
         Results(path, [one])
+
+
+def test_rounds_alternate_and_a_failure_is_not_repeated(tmp_path, monkeypatch):
+    ran = []
+
+    def run(bench, cell, out, stop):
+        ran.append(cell.varied["optimizer.lr"])
+        state = "failed" if ran[-1] == "0.2" else "done"
+        return {"state": state, "why": "", "wall_s": 1.0, "tokens_per_s": [1.0, 2.0], "step_time_s": [1.0, 2.0], "mfu": [None, None],
+                "data_time_s": [0.0, 0.0], "first_compiled_graphs": 0, "compiled_graphs": 0, "compile_time_s": 0, "loss": 1.0,
+                "first_step_time_s": 1.0, "memory_peak_bytes": 1}  # fmt: skip
+
+    monkeypatch.setattr(bench_command, "_run", run)
+    asked = bench("optimizer.lr=[0.1, 0.2, 0.3]", repeat=3)
+    made = cells_of(asked, tmp_path / "out")
+    results, said = Results(tmp_path / "bench.json", made), []
+    bench_command._run_all(asked, made, results, tmp_path, argparse.Namespace(requested=False), said.append)
+    assert ran == ["0.1", "0.2", "0.3", "0.3", "0.1", "0.1", "0.3"]
+    assert [row_of(cell, results.runs[cell.key]).state for cell in made] == ["done", "failed", "done"]
+    assert row_of(made[0], results.runs[made[0].key]).numbers["tokens_per_s_by_run"] == [1.5] * 3
 
 
 def test_shipped_benches(tmp_path):
