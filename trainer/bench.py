@@ -36,11 +36,11 @@ def main(options: argparse.Namespace, overrides: list[Override]) -> int:
     stop = StopRequest()
     if os.environ.get("NNODES", "1") != "1":
         raise UserError(f"environment variable NNODES={os.environ['NNODES']}: a bench runs on one machine")
-    say = (
-        (lambda text: print(text, file=sys.stderr, flush=True))
-        if options.json
-        else (lambda text: print(text, flush=True))
-    )
+    stream = sys.stderr if options.json else sys.stdout
+
+    def say(text: str) -> None:
+        print(text, file=stream, flush=True)
+
     bench, out = read_bench(options, overrides), Path(options.out)
     with contextlib.redirect_stdout(sys.stderr), _locked(out):  # what a check prints is for people
         cells = cells_of(bench, out)
