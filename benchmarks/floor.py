@@ -10,11 +10,13 @@ the losses agree shows that they do the same work. Prints tokens per second of e
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -79,15 +81,15 @@ class PlainLlama(nn.Module):
         return self.output(self.norm(x))
 
 
-def plain_loop(n_steps: int, compiled: bool) -> dict:
-    """Seconds of each step and its loss."""
+def plain_loop(n_steps: int, compiled: bool, overrides: Sequence = ()) -> dict:
+    """Seconds of each step and its loss. ``overrides``: of debug.toml."""
     from models.decoder import Decoder
     from models.initialize import draw_slice, initial_std
     from trainer.config_load import load_config
     from trainer.config_rules import resolve_config
     from trainer.data.loader import RowOrder, StepSampler, load_rows
 
-    config = load_config("debug.toml")
+    config = load_config("debug.toml", list(overrides))
     architecture, training, optimizer_keys = resolve_config(config, 1).architecture, config.training, config.optimizer
     model = PlainLlama(architecture)
     ours = Decoder(architecture, training.seq_len)
@@ -127,7 +129,8 @@ def plain_loop(n_steps: int, compiled: bool) -> dict:
         optimizer.zero_grad(set_to_none=True)
         losses.append(float(total))
         seconds.append(time.perf_counter() - start)
-    return {"losses": losses, "seconds": seconds, "tokens_per_step": n_tokens}
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"losses": losses, "seconds": seconds, "tokens_per_step": n_tokens, "memory_peak_bytes": peak_bytes}
 
 
 def trainers_loop(n_steps: int, compiled: bool) -> dict:
@@ -186,8 +189,11 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="compile each block in both")
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    from trainer.config_load import split_overrides
+
+    rest, overrides = split_overrides(sys.argv[1:])
+    options = parser.parse_args(rest)
     if options.plain:
-        print(json.dumps(plain_loop(options.steps, options.compile)))
+        print(json.dumps(plain_loop(options.steps, options.compile, overrides)))
     else:
         main(options.steps, options.rounds, options.compile)

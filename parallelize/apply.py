@@ -19,13 +19,14 @@ from parallelize.tensor_parallel import apply_tensor_parallel
 class Treatment:
     """Everything ``parallelize_part`` does besides the plan and the mesh.
 
-    recompute: "none", "selective" or "full". compile_backend: None for eager.
+    recompute: "none", "selective" or "full". compile_backend: None for eager. compile_mode: as of ``torch.compile``.
     reshard_after_forward: free gathered parameters after the forward and gather again for the backward.
     """
 
     precision: Precision
     recompute: str = "none"
     compile_backend: str | None = None
+    compile_mode: str = "default"
     reshard_after_forward: bool = True
 
 
@@ -70,5 +71,5 @@ def _prepare_block(block: nn.Module, treatment: Treatment) -> nn.Module:
     outside = treatment.recompute if treatment.recompute == "full" else "none"
     block = with_recompute(block, inside)
     if treatment.compile_backend is not None:
-        block.compile(backend=treatment.compile_backend, fullgraph=True)
+        block.compile(backend=treatment.compile_backend, mode=treatment.compile_mode, fullgraph=True)
     return with_recompute(block, outside)

@@ -73,6 +73,12 @@ def pipeline_plot(options, overrides) -> int:
     return pipeline_plot.main(options, overrides)
 
 
+def bench(options, overrides) -> int:
+    from trainer import bench
+
+    return bench.main(options, overrides)
+
+
 def runs(options, overrides) -> int:
     _no_keys("runs", overrides)
     from trainer import runs
@@ -188,6 +194,24 @@ COMMANDS = {
                 "help": "also draw a step that this run noted (--metrics.pipeline_steps); its config is the default",
             },
             "--out": {"metavar": "NAME", "default": "pipeline", "help": "of NAME.png and NAME.html (default pipeline)"},
+        },
+        True,
+    ),
+    "bench": (
+        bench,
+        "train every combination of some keys for a few steps, each in a fresh process, and compare their speed",
+        {
+            "--vary": {
+                "metavar": "KEY=[...]", "action": "append",
+                "help": "a key and its values, such as 'compile.enabled=[false, true]', or a section and tables of its keys, "
+                "such as 'parallel=[{tp = 2}, {pp = 2}]'; several times: every combination. Instead of or besides [matrix] of --config",
+            },
+            "--steps": {"metavar": "K", "type": int, "help": "optimizer steps that count, of each run (default 10)"},
+            "--warmup-steps": {"metavar": "K", "type": int, "help": "steps before, which do not (default 3)"},
+            "--repeat": {"metavar": "R", "type": int, "help": "runs of each cell, in alternating order (default 1)"},
+            "--nproc": _NPROC,
+            "--out": {"metavar": "DIR", "default": "outputs/bench", "help": "what is written; a bench there is gone on with (default outputs/bench)"},
+            "--json": _JSON,
         },
         True,
     ),

@@ -50,6 +50,7 @@ def treatment_of(config: Config, layout: Layout, device_type: str) -> Treatment:
         precision=precision_of(config, device_type),
         recompute=config.activation_checkpoint.mode,
         compile_backend=config.compile.backend if config.compile.enabled else None,
+        compile_mode=config.compile.mode,
         reshard_after_forward=reshards(config, layout),
     )
 

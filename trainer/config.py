@@ -214,9 +214,15 @@ class ActivationCheckpoint(Section):
 class Compile(Section):
     enabled: bool = Field(False, description="torch.compile each decoder block")
     backend: Literal["inductor", "aot_eager", "eager"] = Field("inductor", description="compiler back end")
+    mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"] = Field(
+        "default",
+        description="of inductor: CUDA graphs around each block (reduce-overhead), kernels chosen by measuring them "
+        "(max-autotune-no-cudagraphs), or both",
+    )
 
 
 class Checkpoint(Section):
+    enabled: bool = Field(True, description="false: write none, not even of the last step; the run cannot be resumed")
     interval: CountOrOff = Field(50, description="steps between checkpoints; 0: only the last step")
     keep_latest: CountOrOff = Field(3, description="newest checkpoints kept; 0: all")
     keep_every: CountOrOff = Field(0, description="and for good, those of every so many steps; 0: none")

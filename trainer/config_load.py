@@ -31,6 +31,11 @@ class Override:
     def shown(self) -> str:
         return f"--{self.key}={self.text}"
 
+    @property
+    def value(self):
+        """As the config takes it."""
+        return _parse_value(self)
+
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[Override]]:
     """Take ``--section.key=value`` and ``--section.key value`` out of a command line; keep the rest in order."""
@@ -166,6 +171,15 @@ def key_help() -> str:
     return "\n".join(lines)
 
 
+def toml_text(value) -> str:
+    """A value on one line, as an override takes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml(key)} = {toml_text(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(map(toml_text, value)) + "]"
+    return _toml(value)
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -212,10 +226,10 @@ def _explain(
         key = ".".join(str(part) for part in entry["loc"][:2])
         if key in problems:  # a union reports each of its branches
             continue
-        where = f" ({path.name}:{_line(text, key)})" if path else ""
+        where = f" ({path.name}:{line_of(text, key)})" if path else ""
         where = f" (from {overrides[key].shown})" if key in overrides else where
         if entry["type"] == "extra_forbidden":
-            problems[key] = f"unknown key {key}{where}{_suggestion(key)}"
+            problems[key] = f"unknown key {key}{where}{suggestion(key)}"
         elif key not in key_schemas():
             problems[key] = f"{key}{where} must be a table: [{key}]"
         else:
@@ -225,7 +239,7 @@ def _explain(
     return list(problems.values())
 
 
-def _suggestion(key: str) -> str:
+def suggestion(key: str) -> str:
     """The nearest valid name: of the whole path, else a key of the same name in another table."""
     known = list(key_schemas())
     if "." not in key:
@@ -262,7 +276,7 @@ def _toml(value) -> str:
     return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
 
 
-def _line(text: str, key: str) -> int:
+def line_of(text: str, key: str) -> int:
     """The line of a TOML file that sets ``key``, or else the one that opens its table."""
     table, fallback = "", 1
     for number, line in enumerate(text.splitlines(), 1):

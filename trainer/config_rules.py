@@ -94,7 +94,9 @@ def resolve_config(config: Config, world_size: int) -> Resolved:
     problems += _lr_problems(config)
     problems += _data_problems(config)
     problems += _validation_problems(config)
+    problems += _checkpoint_problems(config)
     problems += _start_problems(config)
+    problems += _compile_problems(config)
     schedule = attempt(schedule_for, config.parallel)
     if layout is not None and schedule is not None:
         problems += [problem for _, problem in layout_problems(Choice(config, architecture, layout, schedule))]
@@ -224,6 +226,13 @@ def _data_problems(config: Config) -> Iterator[str]:
         )
 
 
+def _checkpoint_problems(config: Config) -> Iterator[str]:
+    section = config.checkpoint
+    for key, wanted in (("keep_best", section.keep_best), ("export_dir", section.export_dir is not None)):
+        if wanted and not section.enabled:
+            yield f"checkpoint.{key} is set, but checkpoint.enabled = false writes none: use true, or leave {key} out"
+
+
 def _validation_problems(config: Config) -> Iterator[str]:
     validation, checkpoint = config.validation, config.checkpoint
     if validation.sets and not validation.interval:
@@ -232,6 +241,15 @@ def _validation_problems(config: Config) -> Iterator[str]:
         yield (
             f"checkpoint.keep_best needs the validation loss of every checkpoint: with checkpoint.interval = {checkpoint.interval}, "
             f"validation.interval must divide it, and is {validation.interval}"
+        )
+
+
+def _compile_problems(config: Config) -> Iterator[str]:
+    section = config.compile
+    if section.mode != "default" and section.backend != "inductor":
+        yield (
+            f'compile.mode = "{section.mode}" is one of inductor\'s, and compile.backend = "{section.backend}": '
+            'use compile.backend = "inductor" or compile.mode = "default"'
         )
 
 

@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         options = parser.parse_args(rest)
         config = load_config(options.config, overrides)
         rendezvous, n_nodes = rendezvous_flags(options.max_restarts)
-        nproc = _check(config, options.nproc, n_nodes)
+        nproc = check_start(config, options.nproc, n_nodes)
     except UserError as error:
         print(error.message(), file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -73,7 +73,7 @@ def count_processes(config: Config, nproc: int | None, n_nodes: int) -> int:
     return nproc
 
 
-def _check(config: Config, nproc: int | None, n_nodes: int) -> int:
+def check_start(config: Config, nproc: int | None, n_nodes: int) -> int:
     """Everything about the config, this machine and the files that can be checked now. Returns nproc."""
     n_gpus, needed = count_gpus(), layout_needs(config.parallel)
     if nproc is None and n_gpus and n_nodes == 1 and config.parallel.layout == "manual":

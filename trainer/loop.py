@@ -19,7 +19,7 @@ from trainer.metrics import Reporter, Stopwatch
 from trainer.nonfinite import NonFiniteError, NonFiniteGuard
 from trainer.optimizer import set_lr
 from trainer.rank_log import LOG
-from trainer.rank_stats import RankStats, gather_stats, summary_of
+from trainer.rank_stats import RankStats, compile_stats, gather_stats, summary_of
 from trainer.signals import StopRequest
 from trainer.step import Batch, StepResult, TrainStep
 from trainer.watchdog import Watchdog
@@ -63,6 +63,7 @@ class Run:
     done_steps: int  # 0, or the step of the checkpoint that was loaded
     last_step: int
     log_interval: int
+    saves: bool  # checkpoints at all
     save_interval: int  # 0: only the last step
     nonfinite: NonFiniteGuard
     instruments: Instruments
@@ -79,7 +80,7 @@ class Run:
             or validate
             or step % self.log_interval == 0
             or self.instruments.profiler.looks_for_stragglers(step),
-            save=is_last or (self.save_interval > 0 and step % self.save_interval == 0),
+            save=self.saves and (is_last or (self.save_interval > 0 and step % self.save_interval == 0)),
         )
 
 
@@ -138,7 +139,7 @@ def train_steps(run: Run) -> bool:
             watch.restart()
         if stops and run.unread:
             read_verdicts(run, n_left_unread=0)
-        if due.save or stops:
+        if due.save or (stops and run.saves):
             run.watchdog.begin(f"the checkpoint of step {step}", "checkpoint.timeout_s")
             watch.time_checkpoint(run.checkpointer.save, step, validated.get("validation_loss"), run.nonfinite.state())
             LOG.info("checkpoint of step %d", step)
@@ -197,6 +198,7 @@ def record_of(run: Run, step: int, result: StepResult, lr: float, watch: Stopwat
         result.squared_norm_share.item(),
         *memory_bytes(run.device.type),
         *(pipeline.busy_s, pipeline.begin_s, pipeline.end_s),
+        **compile_stats(),
     )
     LOG.info("step %d: %.4f s, of it data %.4f s", step, step_time_s, mine.data_time_s)
     record = {

@@ -41,6 +41,8 @@ _TAGS = {
     "memory_allocated_bytes_by_stage": "memory/allocated_bytes_by_stage",
     "memory_reserved_bytes_by_stage": "memory/reserved_bytes_by_stage",
     "bubble_fraction": "pipeline/bubble_fraction",
+    "compiled_graphs": "compile/graphs",
+    "compile_time_s": "compile/time_s",
 }
 # Of the first step alone they would only stretch the axis: it compiles, allocates, meets the others.
 _RATES = ("throughput/", "time/step_s", "pipeline/")

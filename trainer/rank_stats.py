@@ -1,6 +1,7 @@
 """What every rank has to say of a logged step, brought together in one small gather."""
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
@@ -23,6 +24,22 @@ class RankStats:
     pipeline_busy_s: float = 0.0
     pipeline_begin_s: float = 0.0
     pipeline_end_s: float = 0.0
+    # Of torch.compile since this process began:
+    compiled_graphs: float = 0.0
+    compile_time_s: float = 0.0
+
+
+def compile_stats() -> dict[str, float]:
+    """The fields of torch.compile; zeros in a process that has compiled nothing."""
+    if "torch._dynamo" not in sys.modules:
+        return {}
+    from torch._dynamo.utils import calculate_time_spent, counters
+
+    times = calculate_time_spent() if counters["stats"]["unique_graphs"] else {}
+    return {
+        "compiled_graphs": float(counters["stats"]["unique_graphs"]),
+        "compile_time_s": times.get("entire_frame_compile", 0.0) + times.get("entire_backward_compile", 0.0),
+    }
 
 
 def gather_stats(mine: RankStats, device: torch.device) -> list[RankStats]:
@@ -50,6 +67,8 @@ def summary_of(ranks: list[RankStats], layout: Layout) -> dict:
     memory = {key: stages for key, stages in memory.items() if any(stages)}  # nothing is reserved on a CPU
     record = {"data_time_s": max(rank.data_time_s for rank in ranks)}
     record |= {key: max(stages) for key, stages in memory.items()}
+    if graphs := max(rank.compiled_graphs for rank in ranks):
+        record |= {"compiled_graphs": int(graphs), "compile_time_s": max(rank.compile_time_s for rank in ranks)}
     if layout.pp == 1:
         return record
     record |= {f"{key}_by_stage": stages for key, stages in memory.items()}

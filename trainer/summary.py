@@ -128,6 +128,8 @@ def _size(n_bytes: int) -> str:
 
 def _checkpoints(config: Config) -> str:
     section = config.checkpoint
+    if not section.enabled:
+        return "none"
     if not section.interval:
         return "of the last step alone"
     kept = f"the newest {section.keep_latest}" if section.keep_latest else "all"

@@ -56,6 +56,16 @@ def _leave_to_the_next_write(failed: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(failed)
 
 
+def write_row(folder: Path, hyperparameters: Mapping[str, float | bool | str], metrics: Mapping[str, float]) -> None:
+    """One finished row of the table of runs, in a folder of its own."""
+    writer = SummaryWriter(str(folder))
+    for summary in hparams(dict(hyperparameters), dict(metrics)):
+        writer.file_writer.add_summary(summary)
+    for tag, value in metrics.items():
+        writer.add_scalar(tag, value)
+    writer.close()
+
+
 class TensorBoard:
     """Writes to ``folder``/tensorboard, and the run's row in the table of runs to ``folder``/hparams. What a killed run
     left of steps after ``resume_step`` is hidden.

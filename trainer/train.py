@@ -157,6 +157,7 @@ def _prepare(
         done_steps=done,
         last_step=training.steps,
         log_interval=config.metrics.log_interval,
+        saves=config.checkpoint.enabled,
         save_interval=config.checkpoint.interval,
         validation=_validation(resolved, mesh, device),
         instruments=_instruments(config, step, mesh, device),

@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from tests.dist.runs import records, refused, run_config, run_training
+from tests.dist.runs import StopAt, records, refused, run_config, run_training
 from tests.dist.test_checkpoint_damage import damage_a_file
 from trainer.checkpoint_folder import complete_checkpoints
 
@@ -136,3 +136,10 @@ def test_a_checkpoint_that_was_moved_to_another_disk_retires(ranks, tmp_path, wh
     ranks(1, run_training, run_config(tmp_path, training__steps=3, **keys))
     assert [path.name for path in folder.parent.iterdir()] == ["step-00000003"]
     assert elsewhere.exists() == (what == "link")
+
+
+def test_no_checkpoint_where_none_is_wanted(ranks, tmp_path):
+    """Neither at the end nor at a stop; and the next start begins anew."""
+    config = run_config(tmp_path, checkpoint__enabled=False)
+    assert [ranks(1, run_training, config, None, stop)[0]["finished"] for stop in (StopAt(2), None)] == [False, True]
+    assert not (tmp_path / "run/checkpoints").exists() and len(records(tmp_path / "run")) == 5

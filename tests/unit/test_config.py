@@ -198,6 +198,8 @@ def test_b62_global_batch_not_divisible():
         (1, dict(lr_schedule__total_steps=50), "lr_schedule.total_steps = 50 is below training.steps = 100"),
         (1, dict(lr_schedule__decay_steps=5), 'only for decay = "wsd"'),
         (1, dict(lr_schedule__decay="wsd", lr_schedule__decay_steps=95), "above the 100 steps"),
+        (1, dict(compile__mode="reduce-overhead", compile__backend="aot_eager"), 'use compile.backend = "inductor"'),
+        (1, dict(checkpoint__enabled="false", checkpoint__export_dir="x"), "checkpoint.export_dir is set, but"),
         (1, dict(data__path="x.txt"), "data.path"),
         (1, dict(data__source="text"), "needs data.path"),
     ],

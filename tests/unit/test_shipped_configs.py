@@ -33,7 +33,10 @@ SHIPPED = {
 
 
 def test_none_is_forgotten():
-    assert {path.stem for path in CONFIG_DIR.glob("*.toml")} == SHIPPED.keys()
+    shipped = {
+        path.stem for path in CONFIG_DIR.glob("*.toml") if not path.stem.startswith("bench_")
+    }  # those: test_bench.py
+    assert shipped == SHIPPED.keys()
 
 
 @pytest.mark.parametrize("name", SHIPPED)
