@@ -26,7 +26,15 @@ def local_slice(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ..
 
 def materialize(part: nn.Module, device: torch.device) -> None:
     """Allocate a part's local shards and buffers on ``device``, uninitialised."""
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in part.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
     part.to_empty(device=device)
+    # It makes two parameters of a tied one, where FSDP2 does not tie them again.
+    for first, *others in names_of.values():
+        for name in others:
+            owner, _, key = name.rpartition(".")
+            setattr(part.get_submodule(owner), key, part.get_parameter(first))
 
 
 @torch.no_grad()
