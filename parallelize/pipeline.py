@@ -60,7 +60,9 @@ def _run_actions(cells: Sequence[Sequence[str]], stages: list[PipelineStage], op
 
 
 class Stage(PipelineStage):
-    """A ``PipelineStage`` whose actions can be timed, and that can run forward only, in the memory of one micro-batch.
+    """A ``PipelineStage`` that takes positions, whose actions can be timed, and that can run forward only.
+
+    Forward only takes the memory of one micro-batch.
 
     In torch 2.13 one keeps every micro-batch's output (logits, on the last stage) for the backward that is not to
     come; and where its neighbour is on the same rank the runtime hands that one a gradient even so, and raises.
@@ -68,6 +70,10 @@ class Stage(PipelineStage):
     """
 
     action_times: ActionTimes | None = None
+    # Of each micro-batch, the model's second argument. Not torch's keyword arguments: between 2.11 and 2.13 it took
+    # them for inputs with a gradient, to be sent to the stage before.
+    positions: Sequence[torch.Tensor] = ()
+    _micro_batch = 0  # whose forward runs
 
     def _timed(self, kind: str, micro_batch: int) -> AbstractContextManager:
         return self.action_times.of(self.stage_index, kind, micro_batch) if self.action_times else nullcontext()
@@ -81,11 +87,19 @@ class Stage(PipelineStage):
             return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
+        self._micro_batch = fwd_chunk_id
         with self._timed("F", fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.has_backward and (self.is_last or self._next_is_here):
             self.fwd_cache.pop(fwd_chunk_id)
         return output
+
+    def forward_maybe_with_nosync(self, *args, **kwargs):
+        return super().forward_maybe_with_nosync(*args, *self.positions[self._micro_batch :][:1], **kwargs)
+
+    def _compute_outputs(self, *args, module: nn.Module, **kwargs):
+        # How 2.13 learns shapes, before the first step: the same graph, or compiled blocks would be compiled twice.
+        return module(*args, *self.positions[:1], **kwargs)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int):
         if self.has_backward:
@@ -135,9 +149,10 @@ class Pipeline:
         self.has_first = 0 in stage_indices
         self.has_last = n_stages - 1 in stage_indices
         self.n_runs = n_runs
+        self.n_microbatches = n_microbatches // n_runs  # in a run
         self.times: ActionTimes | None = None  # of the last step, if it was asked for
         self._timed = False
-        self.schedule = make_schedule(schedule, self.stages, n_microbatches // n_runs, loss_fn)
+        self.schedule = make_schedule(schedule, self.stages, self.n_microbatches, loss_fn)
 
     def time_next(self) -> None:
         """Note when each action of this rank begins and ends in the next ``forward_backward``, in ``times``."""
@@ -174,8 +189,8 @@ class Pipeline:
             run_losses: list[torch.Tensor] = []
             inputs = (tokens,) if self.has_first else ()
             targets = {"target": labels, "losses": run_losses} if self.has_last else {}
-            # Torch cuts what has another name than its own for every stage.
-            to_all = {} if positions is None else {"positions": positions}
-            run_schedule(*inputs, **targets, **to_all, return_outputs=False)
+            for stage in self.stages:
+                stage.positions = () if positions is None else positions.chunk(self.n_microbatches)
+            run_schedule(*inputs, **targets, return_outputs=False)
             losses += run_losses
         return losses
