@@ -62,10 +62,9 @@ def _run_actions(cells: Sequence[Sequence[str]], stages: list[PipelineStage], op
 class Stage(PipelineStage):
     """A ``PipelineStage`` that takes positions, whose actions can be timed, and that can run forward only.
 
-    Forward only takes the memory of one micro-batch.
-
-    In torch 2.13 one keeps every micro-batch's output (logits, on the last stage) for the backward that is not to
-    come; and where its neighbour is on the same rank the runtime hands that one a gradient even so, and raises.
+    That takes the memory of one micro-batch.
+    In torch 2.13 a plain stage keeps every micro-batch's output (logits, on the last stage) for the backward that is not
+    to come; and where its neighbour is on the same rank the runtime hands that one a gradient even so, and raises.
     A test fails once it no longer does.
     """
 

@@ -17,6 +17,7 @@ LAYOUTS = {
     "pp2": (2, dict(parallel__pp=2)),
     "dp2_tp2_pp2": (8, dict(parallel__tp=2, parallel__pp=2)),
     "tp4_replicated_kv": (4, dict(parallel__tp=4, parallel__replicate_kv_heads=True)),
+    "pp2_compiled": (2, dict(parallel__pp=2, compile__enabled=True, compile__backend="aot_eager")),
     "qwen_like": (4, dict(parallel__tp=2, parallel__pp=2, model__qkv_bias=True, model__qk_norm=True)),
 }
 
