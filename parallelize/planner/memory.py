@@ -49,6 +49,25 @@ def rank_memory(
     job: Job, model: ModelNumbers, shapes: Shapes, traces: Mapping[str, UnitTrace], orders: Orders, pp_rank: int
 ) -> RankMemory:
     """Memory of pipeline rank ``pp_rank``; ``orders``: actions by rank, with gathers; () without a pipeline."""
+    (parameters, optimizer, buffers), moments = _composed(job, model, shapes, traces, orders, pp_rank)
+    gradients, gathered, activations, logits = map(round, max(moments, key=sum))
+    return RankMemory(parameters, gradients, optimizer, gathered, activations, logits, buffers)
+
+
+def rank_fits(
+    job: Job, model: ModelNumbers, shapes: Shapes, traces: Mapping[str, UnitTrace], orders: Orders, pp_rank: int,
+    usable_bytes: float,
+) -> bool:  # fmt: skip
+    """Whether ``rank_memory`` has no more, looking no further than the first moment that has."""
+    always, moments = _composed(job, model, shapes, traces, orders, pp_rank)
+    left = usable_bytes - sum(always)
+    return all(sum(moment) <= left for moment in moments)
+
+
+def _composed(
+    job: Job, model: ModelNumbers, shapes: Shapes, traces: Mapping[str, UnitTrace], orders: Orders, pp_rank: int
+):
+    """What is always there (parameters, optimizer, buffers), and moments (gradients, gathered, activations, logits)."""
     stages = [stage for stage, rank in enumerate(job.stage_ranks) if rank == pp_rank]
     units = {}
 
@@ -72,9 +91,7 @@ def rank_memory(
         moments = _in_turn(job, units[0])
     else:
         moments = _in_turn_reduced_once(job, units[0])
-    gradients, gathered, activations, logits = map(round, max(moments, key=sum))
-    buffers = _buffers(job, model, stages)
-    return RankMemory(parameters, gradients, optimizer, gathered, activations, logits, buffers)
+    return (parameters, optimizer, _buffers(job, model, stages)), moments
 
 
 def _buffers(job: Job, model: ModelNumbers, stages: list[int]) -> int:

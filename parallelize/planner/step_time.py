@@ -77,12 +77,36 @@ def unit_time(trace: UnitTrace, batch: int, cluster: Cluster, layout: Layout) ->
     return UnitTime(*split(trace.forward), *split(others, weight), weight)
 
 
-def busiest_s(job: Job, times: Mapping[str, UnitTime]) -> float:
-    """Seconds that the busiest pipeline rank computes and communicates within its stages: no step is shorter."""
-    ranks = [0.0] * job.layout.pp
-    for stage, rank in enumerate(job.stage_ranks):
-        ranks[rank] += sum(times[unit].total_s for unit in job.units_of(stage))
-    return job.n_microbatches * max(ranks)
+def least_s(job: Job, model: ModelNumbers, shapes: Shapes, times: Mapping[str, UnitTime], cluster: Cluster) -> float:
+    """Seconds that no step is shorter than, without a replay: ``step_time`` itself where there is no pipeline.
+
+    With one, a rank's first forward waits for those of the stages below its own, its work is all to be done, and its
+    last backward for the input goes on through the same stages, in every run of the schedule.
+    """
+    if job.layout.pp == 1:
+        return step_time(job, model, shapes, times, cluster).total_s
+    of_stages, send = stage_times(job, times, cluster), send_s(job, model, cluster)
+    n, ranks = job.n_microbatches // job.n_schedule_runs, job.stage_ranks
+    before = after = end = 0.0  # chains of forwards and of backwards through the stages below
+    seen: set[int] = set()
+    for stage, rank in enumerate(ranks):
+        if stage:
+            hop = send if rank != ranks[stage - 1] else 0.0
+            below = of_stages[stage - 1]
+            before += below.forward_s + hop
+            after += hop + below.input_s + (0.0 if job.schedule.splits_backward else below.weight_s)
+        if rank in seen:
+            continue
+        seen.add(rank)
+        own = [of_stages[other] for other, owner in enumerate(ranks) if owner == rank]
+        weight = n * sum(time.weight_s for time in own)
+        work = n * sum(time.forward_s + time.input_s for time in own)
+        # The weights' halves of a split backward may come after the last of the others.
+        end = max(
+            end, before + work + weight, before + work + after + (0.0 if job.schedule.splits_backward else weight)
+        )
+    fsdp = max(_exposed_s(job, shapes, cluster, dict.fromkeys(range(job.n_stages), 1)))
+    return job.n_schedule_runs * (end + fsdp) + _optimizer_s(job, shapes, cluster) + cluster.calibration.step_s
 
 
 def step_time(
@@ -93,16 +117,18 @@ def step_time(
     else:
         fsdp, ranks, end = _pipelined(job, model, shapes, times, cluster)
     compute, tp = max(ranks, key=sum)
-    optimizer = max(
-        seconds(Elementwise(_OPTIMIZER_PASSES * _sharded_bytes(job, shapes, rank)), cluster, job.layout)
-        for rank in range(job.layout.pp)
-    )
-    return StepTime(compute, tp, fsdp, max(0.0, end - compute - tp), optimizer, cluster.calibration.step_s)
+    bubble = max(0.0, end - compute - tp)
+    return StepTime(compute, tp, fsdp, bubble, _optimizer_s(job, shapes, cluster), cluster.calibration.step_s)
 
 
-def _sharded_bytes(job: Job, shapes: Shapes, rank: int) -> int:
-    units = [unit for stage, owner in enumerate(job.stage_ranks) if owner == rank for unit in job.units_of(stage)]
-    return job.elements.param * sum(sharded_elements(shapes[unit], job.layout.dp_shard) for unit in units)
+def _optimizer_s(job: Job, shapes: Shapes, cluster: Cluster) -> float:
+    """Of the pipeline rank with the most parameters."""
+    of_unit = {unit: sharded_elements(of_unit, job.layout.dp_shard) for unit, of_unit in shapes.items()}
+    ranks = [0] * job.layout.pp
+    for stage, rank in enumerate(job.stage_ranks):
+        ranks[rank] += sum(of_unit[unit] for unit in job.units_of(stage))
+    n_bytes = _OPTIMIZER_PASSES * job.elements.param * max(ranks)
+    return seconds(Elementwise(n_bytes), cluster, job.layout)
 
 
 def _fsdp_times(job: Job, shapes: Shapes, cluster: Cluster) -> dict[str, tuple[float, float]]:
@@ -150,20 +176,28 @@ def _in_turn(job: Job, shapes: Shapes, times: Mapping[str, UnitTime], cluster: C
 
 def _pipelined(job: Job, model: ModelNumbers, shapes: Shapes, times: Mapping[str, UnitTime], cluster: Cluster):
     busy = [(0.0, 0.0)] * job.layout.pp
-    fsdp = _fsdp_times(job, shapes, cluster)
-    exposed = [0.0] * job.layout.pp
     n_gathers = Counter(action.stage for actions in job.orders() for action in actions if action.kind == "U")
     for stage, rank in enumerate(job.stage_ranks):
         of_stage = [times[unit] for unit in job.units_of(stage)]
         compute = cluster.calibration.microbatch_s + sum(time.forward_s + time.backward_s for time in of_stage)
         tp = sum(time.forward_tp_s + time.backward_tp_s for time in of_stage)
         busy[rank] = (busy[rank][0] + job.n_microbatches * compute, busy[rank][1] + job.n_microbatches * tp)
-        # Gathered while other stages compute, but for the first unit; reduced after the last backward.
+    end = job.n_schedule_runs * _end_s(job, stage_times(job, times, cluster), send_s(job, model, cluster))
+    return job.n_schedule_runs * max(_exposed_s(job, shapes, cluster, n_gathers)), busy, end
+
+
+def _exposed_s(job: Job, shapes: Shapes, cluster: Cluster, n_gathers: Mapping[int, int]) -> list[float]:
+    """Pipeline rank -> seconds of FSDP's traffic in a run of the schedule that nothing hides. n_gathers: by stage.
+
+    Gathered while other stages compute, but for the first unit; reduced after the last backward.
+    """
+    fsdp = _fsdp_times(job, shapes, cluster)
+    exposed = [0.0] * job.layout.pp
+    for stage, rank in enumerate(job.stage_ranks):
         gathers = [fsdp[unit][0] for unit in job.units_of(stage)]
         exposed[rank] += gathers[0] + cluster.calibration.fsdp_exposed * (n_gathers[stage] * sum(gathers) - gathers[0])
         exposed[rank] += sum(fsdp[unit][1] for unit in job.units_of(stage))
-    end = job.n_schedule_runs * _end_s(job, stage_times(job, times, cluster), send_s(job, model, cluster))
-    return job.n_schedule_runs * max(exposed), busy, end
+    return exposed
 
 
 def stage_times(job: Job, times: Mapping[str, UnitTime], cluster: Cluster) -> list[StageTime]:

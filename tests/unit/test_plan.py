@@ -56,7 +56,7 @@ def test_the_search_misses_nothing(found):
     times = []
     for choice in allowed:
         job = planner.job_of(choice)
-        if planner._does_not_fit(job) is None:
+        if planner._fits(job):
             times.append(planner.predict(choice, job).time.total_s)
     assert [prediction.time.total_s for prediction in plan.best] == pytest.approx(sorted(times)[:4])
 
