@@ -134,10 +134,11 @@ def _in_turn_reduced_once(job: Job, units: list[Unit]):
         yield gradients, gathered + whole + reducing, *held.with_peak(unit, unit.trace.backward_peak_bytes)
         held.add(unit, -1)
         gathered -= unit.gathered
-        if job.fsdp:
-            yield gradients, gathered + whole + unit.reduced * (1 + 1 / job.layout.dp_shard), *held.with_peak(unit, 0)
-            reducing = unit.reduced
         whole -= unit.reduced
+        if job.fsdp:
+            most = unit.reduction(unit.reduced, job.elements.reduce)
+            yield gradients, gathered + whole + most, *held.with_peak(unit, 0)
+            reducing = unit.reduced
         gradients += unit.sharded * job.elements.param
 
 
@@ -164,7 +165,8 @@ def _in_turn(job: Job, units: list[Unit]):
         # Its gradients, as computed and as they are reduced.
         # With one data shard, what the first unit had gathered is freed after that only.
         whole = unit.gathered * (2 if job.layout.dp_shard == 1 and index == 0 else 1)
-        yield gradients, gathered + ahead + whole + unit.reduced * (1 + share), *held.with_peak(unit, 0)
+        most = unit.reduction(whole, job.elements.compute)
+        yield gradients, gathered + ahead + most, *held.with_peak(unit, 0)
         reducing = unit.reduced
         gathered += unit.sharded * job.elements.reduce if holds else 0
         if job.n_microbatches == 1:
@@ -197,9 +199,8 @@ def _pipelined(job: Job, units: dict[int, list[Unit]], actions, output: int):
             # After a stage's last backward: unit by unit, parameters are freed and gradients reduced, from a copy.
             for unit, gradients in zip(units[stage], memory.gradients()):
                 parameters -= unit.gathered
-                whole += unit.reduced - gradients
-                copy = unit.reduced * (1 + 1 / job.layout.dp_shard) if job.fsdp else 0
-                yield earlier, parameters + whole + copy, activations, logits
-                whole -= unit.reduced
+                whole -= gradients
+                most = unit.reduction(unit.reduced, job.elements.reduce)
+                yield earlier, parameters + whole + most, activations, logits
                 if job.n_schedule_runs == 1:
                     earlier += unit.sharded * job.elements.param

@@ -1,6 +1,5 @@
 """Seconds of a training step: units' operations by the roofline, put together by the pipeline schedule. Loads no torch."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -9,7 +8,7 @@ from parallelize.planner.hardware import Cluster
 from parallelize.planner.numbers import Job, ModelNumbers, Shapes, UnitTrace, gathered_elements, sharded_elements
 from parallelize.planner.op_time import busy_seconds, seconds
 from parallelize.planner.operations import Collective, Elementwise, Operation, scaled
-from parallelize.planner.replay import StageTime, action_orders, replay
+from parallelize.planner.replay import StageTime, action_orders, count_gathers, replay
 
 # AdamW reads a parameter, its gradient and two moments and writes three of them; norm and clipping read the
 # gradient twice more and write it once.
@@ -86,25 +85,22 @@ def least_s(job: Job, model: ModelNumbers, shapes: Shapes, times: Mapping[str, U
     if job.layout.pp == 1:
         return step_time(job, model, shapes, times, cluster).total_s
     of_stages, send = stage_times(job, times, cluster), send_s(job, model, cluster)
-    n, ranks = job.n_microbatches // job.n_schedule_runs, job.stage_ranks
-    before = after = end = 0.0  # chains of forwards and of backwards through the stages below
-    seen: set[int] = set()
-    for stage, rank in enumerate(ranks):
-        if stage:
-            hop = send if rank != ranks[stage - 1] else 0.0
-            below = of_stages[stage - 1]
-            before += below.forward_s + hop
-            after += hop + below.input_s + (0.0 if job.schedule.splits_backward else below.weight_s)
-        if rank in seen:
-            continue
-        seen.add(rank)
-        own = [of_stages[other] for other, owner in enumerate(ranks) if owner == rank]
-        weight = n * sum(time.weight_s for time in own)
-        work = n * sum(time.forward_s + time.input_s for time in own)
+    ranks, splits = job.stage_ranks, job.schedule.splits_backward
+    work, weight = [0.0] * job.layout.pp, [0.0] * job.layout.pp  # of one micro-batch
+    chains: dict[int, tuple[float, float]] = {}  # rank -> forwards and backwards of the stages below its first
+    before = after = 0.0
+    for stage, (rank, time) in enumerate(zip(ranks, of_stages)):
+        work[rank] += time.forward_s + time.input_s
+        weight[rank] += time.weight_s
+        chains.setdefault(rank, (before, after))
+        hop = send if rank != ranks[min(stage + 1, job.n_stages - 1)] else 0.0
+        before += time.forward_s + hop
+        after += time.input_s + hop + (0.0 if splits else time.weight_s)
+    n, end = job.n_microbatches // job.n_schedule_runs, 0.0
+    for rank, (before, after) in chains.items():
         # The weights' halves of a split backward may come after the last of the others.
-        end = max(
-            end, before + work + weight, before + work + after + (0.0 if job.schedule.splits_backward else weight)
-        )
+        end = max(end, before + n * (work[rank] + weight[rank]) + (0.0 if splits else after))
+        end = max(end, before + n * work[rank] + after)
     fsdp = max(_exposed_s(job, shapes, cluster, dict.fromkeys(range(job.n_stages), 1)))
     return job.n_schedule_runs * (end + fsdp) + _optimizer_s(job, shapes, cluster) + cluster.calibration.step_s
 
@@ -176,7 +172,8 @@ def _in_turn(job: Job, shapes: Shapes, times: Mapping[str, UnitTime], cluster: C
 
 def _pipelined(job: Job, model: ModelNumbers, shapes: Shapes, times: Mapping[str, UnitTime], cluster: Cluster):
     busy = [(0.0, 0.0)] * job.layout.pp
-    n_gathers = Counter(action.stage for actions in job.orders() for action in actions if action.kind == "U")
+    counted = [count_gathers(actions, job.reshard).items() for actions in job.orders()]
+    n_gathers = {stage: often for of_rank in counted for stage, (often, _) in of_rank}
     for stage, rank in enumerate(job.stage_ranks):
         of_stage = [times[unit] for unit in job.units_of(stage)]
         compute = cluster.calibration.microbatch_s + sum(time.forward_s + time.backward_s for time in of_stage)
