@@ -215,8 +215,8 @@ few GiB of the limit, two of which ran with another version of flash-attention: 
 
 `python benchmarks/planner_peers.py` predicts them with the shipped constants. Of models and trainers that no constant
 saw, on A100: 22B, 175B and 1T of Megatron-LM come out 2 to 7% too slow. On H100 one constant (the part of peak that
-matmuls reach) is set by four torchtitan runs, which come out 3 to 9% too fast; llm-foundry's three, not used, are within
-9%. Interleaved1F1B over 1F1B: 1.30, where 1.28 was measured. Full over selective recomputation of 22B: 1.37, measured
+matmuls reach) is set by four torchtitan runs of compiled blocks, as `plan` predicts them; with this script's own FSDP they
+come out 5 to 11% too slow, and llm-foundry's three, not used, 15 to 26%. Interleaved1F1B over 1F1B: 1.30, where 1.28 was measured. Full over selective recomputation of 22B: 1.37, measured
 1.29. Tensor x pipeline parallelism is chosen over ZeRO-3 for 175B on 384, 768 and 1,536 GPUs, by more at scale; how much
 of ZeRO-3's communication is hidden was fitted to those three runs.
 

@@ -46,10 +46,10 @@ def fsdp_seconds(run: Run, cluster: Cluster, kernels: Kernels) -> float:
     """A step of FSDP2, or of DeepSpeed's ZeRO-3 of 2021 (unfused attention): every layer's parameters gathered
     for its forward and again for its backward, its gradients reduced (in fp32) after it.
 
-    Of a layer's compute and communication the longer counts, and with ZeRO-3 also a part of the shorter: 0.6 of it,
-    fitted to row 13.
+    Of a layer's compute and communication the longer counts, and with ZeRO-3 also a part of the shorter:
+    ``fsdp_exposed``, which was fitted to row 13.
     """
-    exposed = 0.6 if run.kernel == "fused" else 0.0
+    exposed = cluster.calibration.fsdp_exposed if run.kernel == "fused" else 0.0
     calibration, layout = cluster.calibration, run.layout
 
     def total(operations) -> float:

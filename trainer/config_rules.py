@@ -74,8 +74,11 @@ def architecture_keys(architecture: DecoderConfig) -> dict:
     return {key: getattr(architecture, key) for key in Model.model_fields if key not in _NOT_ARCHITECTURE}
 
 
-def resolve_config(config: Config, world_size: int) -> Resolved:
-    """Check ``config`` for ``world_size`` processes. Raises ``UserError`` with every problem found."""
+def resolve_config(config: Config, world_size: int, start_with: str = "--nproc {}") -> Resolved:
+    """Check ``config`` for ``world_size`` processes. Raises ``UserError`` with every problem found.
+
+    start_with: how the command is told another number of processes.
+    """
     problems: list[str] = []
 
     def attempt(function, *arguments):
@@ -90,7 +93,7 @@ def resolve_config(config: Config, world_size: int) -> Resolved:
             'parallel.layout = "auto" is for train alone; use "manual" here, with what plan or a run has chosen'
         )
     architecture = attempt(architecture_of, config)
-    layout = attempt(layout_of, config.parallel, world_size)
+    layout = attempt(layout_of, config.parallel, world_size, start_with)
     problems += _lr_problems(config)
     problems += _data_problems(config)
     problems += _validation_problems(config)
@@ -153,7 +156,7 @@ def _architecture_of_weights(config: Config) -> tuple[DecoderConfig, str]:
         raise
 
 
-def layout_of(parallel: Parallel, world_size: int) -> Layout:
+def layout_of(parallel: Parallel, world_size: int, start_with: str = "--nproc {}") -> Layout:
     """The layout with ``dp_shard = -1`` filled in. Raises ``UserError`` where it does not fit the processes."""
     if parallel.cp != 1:
         raise UserError(f"parallel.cp = {parallel.cp}: context parallel is not available yet; use 1")
@@ -168,7 +171,7 @@ def layout_of(parallel: Parallel, world_size: int) -> Layout:
         )
         raise UserError(
             f"[parallel] {shown} needs {'a multiple of ' + str(rest) if parallel.dp_shard == -1 else layout.world_size} "
-            f"processes, but there {'is' if world_size == 1 else 'are'} {world_size}: start with --nproc {layout.world_size}, or change a degree"
+            f"processes, but there {'is' if world_size == 1 else 'are'} {world_size}: start with {start_with.format(layout.world_size)}, or change a degree"
         )
     return layout
 

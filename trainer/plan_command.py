@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from parallelize.schedules import schedule_of
 from trainer.config import Config
 from trainer.config_load import Override, dump_config, load_config
 from trainer.config_rules import architecture_of, resolve_config
+from trainer.data.tokenizer import load_tokenizer_for, tokenizer_file
 from trainer.errors import UserError
 from trainer.layout_rules import Choice
 from trainer.output_folder import write_whole
@@ -34,6 +36,7 @@ def main(options: argparse.Namespace, overrides: list[Override]) -> int:
         return measure_machine(Path(options.measure), options.gpu, n_gpus)
     config = for_gpu(config, cluster)
     planner = Planner(config, architecture_of(config), cluster)
+    _check_tokenizer(config, planner.architecture.vocab_size)
     if options.explain is not None:
         return _explain(options, planner)
     for line in [*_not_modelled(config), *_searched_anyway(overrides)]:
@@ -77,13 +80,19 @@ def _not_modelled(config: Config) -> list[str]:
         lines.append("compile.enabled = true: compiled blocks are predicted as if they were not")
     if config.data.isolate_documents:
         lines.append("data.isolate_documents = true: attention is counted as over whole rows")
-    if config.parallel.reshard_after_forward == "always":
-        lines.append(
-            'parallel.reshard_after_forward = "always": with a pipeline, its gathers for each micro-batch are not counted'
-        )
     if config.parallel.balance == "measured":
         lines.append('parallel.balance = "measured" is predicted as "flops"')
     return lines
+
+
+def _check_tokenizer(config: Config, vocab_size: int) -> None:
+    """As ``train`` does, where the tokenizer is here: a plan may be made on another machine than the run's."""
+    try:
+        tokenizer_file(config.data.tokenizer)
+    except UserError as error:
+        print(f"note: {error}: not checked against model.vocab_size = {vocab_size}", file=sys.stderr)
+    else:
+        load_tokenizer_for(config.data.tokenizer, vocab_size)
 
 
 def _searched_anyway(overrides: list[Override]) -> list[str]:
@@ -139,7 +148,7 @@ def _explain(options: argparse.Namespace, planner: Planner) -> int:
 def _explained(text: str) -> list[Override]:
     """``tp=8,pp=4,recompute=full`` as overrides. Raises ``UserError``."""
     overrides, seen = [], set()
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in filter(None, (part.strip() for part in re.split(r",(?![^\[]*\])", text))):  # a list has its own
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not (key and equals and value):
             raise UserError(
@@ -156,7 +165,7 @@ def _choice(planner: Planner) -> Choice:
     """The config's own layout. Raises ``UserError`` with every problem."""
     config = planner.config
     n_gpus = planner.cluster.n_nodes * planner.cluster.gpus_per_node
-    resolved = resolve_config(config, n_gpus)
+    resolved = resolve_config(config, n_gpus, "--nodes x --gpus-per-node of {}")
     return Choice(config, planner.architecture, resolved.layout, schedule_of(config.parallel.schedule))
 
 

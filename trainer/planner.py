@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from models.decoder_config import DecoderConfig
 from parallelize.layout import Layout
 from parallelize.planner.hardware import Cluster
-from parallelize.planner.memory import RankMemory, rank_memory
+from parallelize.planner.memory import RankMemory, rank_fits, rank_memory
 from parallelize.planner.numbers import ElementBytes, Job, ModelNumbers, Shapes, SplitTrace, UnitTrace, with_one_table
 from parallelize.planner.replay import Replay, action_orders, replay
-from parallelize.planner.step_time import StepTime, UnitTime, busiest_s, send_s, stage_times, step_time, unit_time
+from parallelize.planner.step_time import StepTime, UnitTime, least_s, send_s, stage_times, step_time, unit_time
 from parallelize.schedules import schedule_of
 from trainer.build import precision_of
 from trainer.config import Config
@@ -100,19 +100,21 @@ class Planner:
                 continue
             runnable.append((choice, self.job_of(choice)))
         self.units.trace_before({(job.layout.tp, job.recompute, 1) for _, job in runnable})
-        queue = [
-            (busiest_s(job, self._times_of(job)), number, choice, job) for number, (choice, job) in enumerate(runnable)
-        ]
+        # (seconds, number, whether they are the step's own, or else less)
+        queue = [(self._least_s(job), number, False) for number, (_, job) in enumerate(runnable)]
         heapq.heapify(queue)
         best: list[Prediction] = []
         while queue and (len(best) < top or queue[0][0] < best[-1].time.total_s):
-            _, _, choice, job = heapq.heappop(queue)
-            if (reason := self._does_not_fit(job)) is not None:
-                rejected[reason] += 1
-                continue
-            best.append(self.predict(choice, job))
-            best.sort(key=lambda prediction: prediction.time.total_s)
-            del best[top:]
+            _, number, is_time = heapq.heappop(queue)
+            choice, job = runnable[number]
+            if not (self._fits(job) if is_time else self._may_fit(job)):
+                rejected["more memory than a GPU has"] += 1
+            elif is_time:
+                best.append(self.predict(choice, job))
+                best.sort(key=lambda prediction: prediction.time.total_s)
+                del best[top:]
+            else:
+                heapq.heappush(queue, (self._time(job).total_s, number, True))
         return Plan(best, rejected, n_choices)
 
     def predict(self, choice: Choice, job: Job | None = None) -> Prediction:
@@ -120,7 +122,7 @@ class Planner:
         if job is None and (advice := next(recomputed_split_backward(choice), None)):
             raise UserError(f"not predicted: {advice}")
         job = job or self.job_of(choice)
-        time = step_time(job, self.numbers, self.shapes_of(job), self._times_of(job), self.cluster)
+        time = self._time(job)
         tokens = choice.config.training.global_batch_size * job.seq_len / time.total_s
         flops = tokens * self.architecture.flops_per_token(job.seq_len)
         peak = self.cluster.gpu.peak_flops * job.layout.world_size
@@ -194,22 +196,35 @@ class Planner:
             yield f"more than {_DEEPEST} pipeline ranks", f"parallel.pp = {layout.pp}"
         yield from layout_problems(choice)
 
-    def _does_not_fit(self, job: Job) -> str | None:
+    def _may_fit(self, job: Job) -> bool:
+        """Whether it could fit as far as the trace of one sequence tells: most that do not fit are known from here."""
         n_own = self.architecture.n_params / (job.layout.pp * job.layout.tp * job.layout.dp_shard)
-        if 3 * self.elements.param * n_own > self.usable_bytes:  # before anything is traced
-            return "more memory than a GPU has"
-        ranks = {0, job.layout.pp - 1, *range(job.layout.pp)}
+        if 3 * self.elements.param * n_own > self.usable_bytes:
+            return False
         one = self.units.traces(job.layout.tp, job.recompute, 1)
-        least = {unit: _least(unit, trace, job.micro_batch_size) for unit, trace in one.items()}
-        for traces in (least, None):  # most that do not fit are known from the trace of one sequence
-            if any(self._memory(job, rank, traces).peak_bytes > self.usable_bytes for rank in ranks):
-                return "more memory than a GPU has"
-        return None
+        return self._fits(job, {unit: _least(unit, trace, job.micro_batch_size) for unit, trace in one.items()})
 
-    def _memory(self, job: Job, rank: int, traces: dict[str, UnitTrace] | None = None) -> RankMemory:
+    def _fits(self, job: Job, traces: dict[str, UnitTrace] | None = None) -> bool:
+        traces = traces or self._traces_of(job)
+        orders, shapes = job.orders_that_fill_memory(), self.shapes_of(job)
+        return all(
+            rank_fits(job, self.numbers, shapes, traces, orders, rank, self.usable_bytes)
+            for rank in range(job.layout.pp)
+        )
+
+    def _traces_of(self, job: Job) -> dict[str, UnitTrace]:
         splits = job.layout.pp > 1 and job.schedule.splits_backward
-        traces = traces or self.units.traces(job.layout.tp, job.recompute, job.micro_batch_size, splits)
-        return rank_memory(job, self.numbers, self.shapes_of(job), traces, job.orders_that_fill_memory(), rank)
+        return self.units.traces(job.layout.tp, job.recompute, job.micro_batch_size, splits)
+
+    def _least_s(self, job: Job) -> float:
+        return least_s(job, self.numbers, self.shapes_of(job), self._times_of(job), self.cluster)
+
+    def _time(self, job: Job) -> StepTime:
+        return step_time(job, self.numbers, self.shapes_of(job), self._times_of(job), self.cluster)
+
+    def _memory(self, job: Job, rank: int) -> RankMemory:
+        orders = job.orders_that_fill_memory()
+        return rank_memory(job, self.numbers, self.shapes_of(job), self._traces_of(job), orders, rank)
 
     def shapes_of(self, job: Job) -> Shapes:
         """Parameters by unit, as the job holds them."""

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -32,7 +33,7 @@ UNITS = ("embedding", "block", "head")
 class TracedUnits:
     """Traces units when they are first asked for, or before, on all cores.
 
-    A trace of the first call for (tp, recompute, micro-batch) takes some tenths of a second.
+    The first call for (tp, recompute, micro-batch) takes some tenths of a second.
     """
 
     def __init__(self, config: Config, architecture: DecoderConfig):
@@ -41,20 +42,21 @@ class TracedUnits:
         self.shapes = functools.cache(self._shapes)
         self.traces = functools.cache(self._traces)
         self._trace_split = functools.cache(self._trace_split)
-        self._known: dict[tuple, dict[str, UnitTrace]] = {}  # arguments of _trace -> its result
+        self._known: dict[_Job, dict[str, UnitTrace]] = {}  # what has been traced
 
     def trace_before(self, wanted: Iterable[tuple[int, str, int]]) -> None:
-        """Have what ``traces`` needs for these (tp, recompute, micro-batch), each traced in a process of its own."""
-        jobs = {job for tp, mode, size in wanted for job in ((tp, "none", size, False), (tp, mode, size, True))}
-        jobs = sorted(jobs - self._known.keys())
-        n_processes = min(len(jobs), os.cpu_count() or 1)
-        if n_processes > 1 and "fork" in multiprocessing.get_all_start_methods():
+        """Have what ``traces`` needs for these (tp, recompute, micro-batch), on all cores."""
+        jobs = {job for of_unit in wanted for job in _jobs(*of_unit)} - self._known.keys()
+        groups = _groups(jobs)
+        if len(groups) > 1 and "fork" in multiprocessing.get_all_start_methods():
             # A fork has torch loaded; threads of its parent's it has none, and must not wait for any.
             pool = ProcessPoolExecutor(
-                n_processes, multiprocessing.get_context("fork"), initializer=torch.set_num_threads, initargs=(1,)
-            )
+                min(len(groups), os.cpu_count() or 1), multiprocessing.get_context("fork"),
+                initializer=torch.set_num_threads, initargs=(1,),
+            )  # fmt: skip
             with pool:
-                self._known |= zip(jobs, pool.map(partial(_trace, self.config, self.architecture), *zip(*jobs)))
+                for traced in pool.map(partial(_trace, self.config, self.architecture), groups):
+                    self._known |= traced
 
     def _traces(self, tp: int, recompute: str, micro_batch_size: int, split: bool = False) -> dict[str, UnitTrace]:
         """Unit -> its trace. Torch copies a batch of several sequences where it can view one; from two on, all grows
@@ -63,11 +65,10 @@ class TracedUnits:
             self.trace_before([(tp, recompute, 2), (tp, recompute, 4)])
             two, four = (self.traces(tp, recompute, size, split) for size in (2, 4))
             return {unit: _extrapolated(two[unit], four[unit], (micro_batch_size - 2) / 2) for unit in four}
-        traces = {}
-        for job in ((tp, "none", micro_batch_size, False), (tp, recompute, micro_batch_size, True)):
-            if job not in self._known:
-                self._known[job] = _trace(self.config, self.architecture, *job)
-            traces |= self._known[job]
+        jobs = _jobs(tp, recompute, micro_batch_size)
+        if unknown := [job for job in jobs if job not in self._known]:
+            self._known |= _trace(self.config, self.architecture, unknown)
+        traces = {unit: trace for job in jobs for unit, trace in self._known[job].items()}
         if split:
             splits = self._trace_split(tp, micro_batch_size)
             return {unit: replace(trace, split=splits.get(unit)) for unit, trace in traces.items()}
@@ -84,27 +85,55 @@ class TracedUnits:
             }
 
     def _trace_split(self, tp: int, micro_batch_size: int) -> dict[str, SplitTrace]:
-        with _fake_part(self.config, self.architecture, tp, "none", micro_batch_size) as (mode, part, resolved):
+        with _fake_rank(tp) as (mode, mesh):
+            resolved = _resolved(self.config, self.architecture, tp, "none", micro_batch_size)
+            part = _fake_part(resolved, mode, mesh)
             return {name: run_unit(trace_split, name, mode, part, resolved) for name in ("block", "head")}
 
 
-def _trace(
-    config: Config, architecture: DecoderConfig, tp: int, recompute: str, micro_batch_size: int, blocks: bool
-) -> dict[str, UnitTrace]:
-    """Of blocks, or of the ends, which are not recomputed."""
-    with _fake_part(config, architecture, tp, recompute, micro_batch_size) as (mode, part, resolved):
-        return {name: run_unit(trace_unit, name, mode, part, resolved) for name in UNITS if (name == "block") == blocks}
+_Job = tuple[int, str, int, bool]  # tp, recompute, micro-batch, whether it is of blocks or of the ends
+
+
+def _jobs(tp: int, recompute: str, micro_batch_size: int) -> tuple[_Job, _Job]:
+    """The ends are not recomputed."""
+    return (tp, "none", micro_batch_size, False), (tp, recompute, micro_batch_size, True)
+
+
+def _groups(jobs: Iterable[_Job]) -> list[list[_Job]]:
+    """For a process each: of one tp and micro-batch, where torch remembers what the first has found out of shapes."""
+    groups: dict[tuple[int, int], list[_Job]] = {}
+    for job in sorted(jobs):
+        groups.setdefault((job[0], job[2]), []).append(job)
+    by_work = sorted(groups.items(), key=lambda item: (item[0][0] == 1, item[0]))  # the quickest last
+    return [group for _, group in by_work]
+
+
+def _trace(config: Config, architecture: DecoderConfig, jobs: list[_Job]) -> dict[_Job, dict[str, UnitTrace]]:
+    """Jobs of one tp."""
+    traced = {}
+    with _fake_rank(jobs[0][0]) as (mode, mesh):
+        for job in jobs:
+            *varied, blocks = job
+            resolved = _resolved(config, architecture, *varied)
+            part = _fake_part(resolved, mode, mesh)
+            units = [name for name in UNITS if (name == "block") == blocks]
+            traced[job] = {name: run_unit(trace_unit, name, mode, part, resolved) for name in units}
+    return traced
 
 
 @contextlib.contextmanager
-def _fake_part(config: Config, architecture: DecoderConfig, tp: int, recompute: str, micro_batch_size: int) -> Iterator:
-    """(mode of its tensors, a model of one block, how it is configured)."""
-    resolved = _resolved(config, architecture, tp, recompute, micro_batch_size)
+def _fake_rank(tp: int) -> Iterator[tuple[FakeTensorMode, Mesh]]:
+    """The mode of its tensors, and the mesh."""
     with fake_rank(tp) as mode, gpu_kernels():
-        part = build_units(resolved, Mesh(resolved.layout, "cpu"), "cuda")
-        fake_memory(part, mode)
-        part.rebuild_buffers("cpu")
-        yield mode, part, resolved
+        yield mode, Mesh(Layout(tp=tp), "cpu")
+
+
+def _fake_part(resolved: Resolved, mode: FakeTensorMode, mesh: Mesh) -> nn.Module:
+    """A model of one block."""
+    part = build_units(resolved, mesh, "cuda")
+    fake_memory(part, mode)
+    part.rebuild_buffers("cpu")
+    return part
 
 
 def _resolved(config: Config, architecture: DecoderConfig, tp: int, recompute: str, micro_batch_size: int) -> Resolved:

@@ -14,6 +14,7 @@ from parallelize.planner.numbers import (
     stays_gathered,
 )
 from parallelize.planner.operations import Collective
+from parallelize.planner.replay import count_gathers
 
 
 def collectives(
@@ -41,12 +42,7 @@ def collectives(
                     add(operation.axis, operation.kind, count * job.n_microbatches, operation.bytes)
     # FSDP2 works once a run of a pipeline, else once a micro-batch where it reshards, and gathers again what it has freed.
     times = job.n_microbatches if job.layout.pp == 1 and job.reshard else job.n_schedule_runs
-    gathers = Counter({stage: times for stage in stages})
-    if job.layout.pp > 1:
-        actions = job.orders()[pp_rank]
-        gathers = Counter(
-            {stage: times * count for stage, count in Counter(a.stage for a in actions if a.kind == "U").items()}
-        )
+    in_a_run = count_gathers(job.orders()[pp_rank], job.reshard) if job.layout.pp > 1 else {0: (1 + job.reshard, 1)}
     partial: list[int] = []
     for index, (stage, unit) in enumerate(units):
         if not shapes[unit]:
@@ -58,8 +54,8 @@ def collectives(
             if shape.summed:
                 partial.append(math.prod(shape.dims) * element)
         whole = gathered_elements(shapes[unit], job.layout.dp_shard)
-        again = job.reshard and not stays_gathered(names, index, shapes, model, job)
-        add("dp_shard", "all_gather", gathers[stage] * (1 + again), whole * job.elements.compute)
+        n_gathers = times * in_a_run[stage][stays_gathered(names, index, shapes, model, job)]
+        add("dp_shard", "all_gather", n_gathers, whole * job.elements.compute)
         add("dp_shard", "reduce_scatter", times, whole * job.elements.reduce)
         add("dp_replicate", "all_reduce", times, whole // job.layout.dp_shard * job.elements.reduce)
     for size in partial if job.fsdp else [sum(partial)]:  # one by one by FSDP2, all together without it

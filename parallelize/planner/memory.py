@@ -49,6 +49,25 @@ def rank_memory(
     job: Job, model: ModelNumbers, shapes: Shapes, traces: Mapping[str, UnitTrace], orders: Orders, pp_rank: int
 ) -> RankMemory:
     """Memory of pipeline rank ``pp_rank``; ``orders``: actions by rank, with gathers; () without a pipeline."""
+    (parameters, optimizer, buffers), moments = _composed(job, model, shapes, traces, orders, pp_rank)
+    gradients, gathered, activations, logits = map(round, max(moments, key=sum))
+    return RankMemory(parameters, gradients, optimizer, gathered, activations, logits, buffers)
+
+
+def rank_fits(
+    job: Job, model: ModelNumbers, shapes: Shapes, traces: Mapping[str, UnitTrace], orders: Orders, pp_rank: int,
+    usable_bytes: float,
+) -> bool:  # fmt: skip
+    """Whether ``rank_memory`` has no more, looking no further than the first moment that has."""
+    always, moments = _composed(job, model, shapes, traces, orders, pp_rank)
+    left = usable_bytes - sum(always)
+    return all(sum(moment) <= left for moment in moments)
+
+
+def _composed(
+    job: Job, model: ModelNumbers, shapes: Shapes, traces: Mapping[str, UnitTrace], orders: Orders, pp_rank: int
+):
+    """What is always there (parameters, optimizer, buffers), and moments (gradients, gathered, activations, logits)."""
     stages = [stage for stage, rank in enumerate(job.stage_ranks) if rank == pp_rank]
     units = {}
 
@@ -72,9 +91,7 @@ def rank_memory(
         moments = _in_turn(job, units[0])
     else:
         moments = _in_turn_reduced_once(job, units[0])
-    gradients, gathered, activations, logits = map(round, max(moments, key=sum))
-    buffers = _buffers(job, model, stages)
-    return RankMemory(parameters, gradients, optimizer, gathered, activations, logits, buffers)
+    return (parameters, optimizer, _buffers(job, model, stages)), moments
 
 
 def _buffers(job: Job, model: ModelNumbers, stages: list[int]) -> int:
@@ -117,10 +134,11 @@ def _in_turn_reduced_once(job: Job, units: list[Unit]):
         yield gradients, gathered + whole + reducing, *held.with_peak(unit, unit.trace.backward_peak_bytes)
         held.add(unit, -1)
         gathered -= unit.gathered
-        if job.fsdp:
-            yield gradients, gathered + whole + unit.reduced * (1 + 1 / job.layout.dp_shard), *held.with_peak(unit, 0)
-            reducing = unit.reduced
         whole -= unit.reduced
+        if job.fsdp:
+            most = unit.reduction(unit.reduced, job.elements.reduce)
+            yield gradients, gathered + whole + most, *held.with_peak(unit, 0)
+            reducing = unit.reduced
         gradients += unit.sharded * job.elements.param
 
 
@@ -147,7 +165,8 @@ def _in_turn(job: Job, units: list[Unit]):
         # Its gradients, as computed and as they are reduced.
         # With one data shard, what the first unit had gathered is freed after that only.
         whole = unit.gathered * (2 if job.layout.dp_shard == 1 and index == 0 else 1)
-        yield gradients, gathered + ahead + whole + unit.reduced * (1 + share), *held.with_peak(unit, 0)
+        most = unit.reduction(whole, job.elements.compute)
+        yield gradients, gathered + ahead + most, *held.with_peak(unit, 0)
         reducing = unit.reduced
         gathered += unit.sharded * job.elements.reduce if holds else 0
         if job.n_microbatches == 1:
@@ -180,9 +199,8 @@ def _pipelined(job: Job, units: dict[int, list[Unit]], actions, output: int):
             # After a stage's last backward: unit by unit, parameters are freed and gradients reduced, from a copy.
             for unit, gradients in zip(units[stage], memory.gradients()):
                 parameters -= unit.gathered
-                whole += unit.reduced - gradients
-                copy = unit.reduced * (1 + 1 / job.layout.dp_shard) if job.fsdp else 0
-                yield earlier, parameters + whole + copy, activations, logits
-                whole -= unit.reduced
+                whole -= gradients
+                most = unit.reduction(unit.reduced, job.elements.reduce)
+                yield earlier, parameters + whole + most, activations, logits
                 if job.n_schedule_runs == 1:
                     earlier += unit.sharded * job.elements.param

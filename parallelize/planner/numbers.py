@@ -178,7 +178,9 @@ class Job:
 def stays_gathered(units: list[str], index: int, shapes: Shapes, model: ModelNumbers, job: Job) -> bool:
     """Whether FSDP2 keeps the parameters of ``units[index]`` from the forward to the backward, whatever the others do.
 
-    That is the last unit that has any, and a root unit.
+    That is the model's last unit that has any, and a root unit.
     """
+    if job.layout.pp > 1:
+        return not job.reshard or units[index] == "head"
     root = model.tied and units[index] == "embedding" and job.layout.pp == 1
     return root or not job.reshard or not any(shapes[unit] for unit in units[index + 1 :])

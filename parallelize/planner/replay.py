@@ -133,6 +133,26 @@ def _with_gathers(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     return (*result, *(Action(stage, "R", -1) for stage in gathered))
 
 
+def count_gathers(actions: tuple[Action, ...], frees: bool) -> dict[int, tuple[int, int]]:
+    """Stage -> how often FSDP2 gathers a unit in a run of ``actions`` (with gathers), and one that forwards never free.
+
+    frees: parameters are freed after each forward, for which the backward gathers them again. A backward frees none:
+    the pipeline's runtime forbids it, and the next forward finds them.
+    """
+    counts: dict[int, list[int]] = {action.stage: [0, 0] for action in actions}
+    here: tuple[set[int], set[int]] = set(), set()  # stages whose units of either kind are gathered
+    for stage, kind, _ in actions:
+        for which, stages in enumerate(here):
+            if kind == "R":
+                stages.discard(stage)
+            elif stage not in stages:
+                stages.add(stage)
+                counts[stage][which] += 1
+        if kind == "F" and frees:
+            here[0].discard(stage)
+    return {stage: (often, once) for stage, (often, once) in counts.items()}
+
+
 def _stages_ahead(actions: tuple[Action, ...]) -> list[tuple[int, ...]]:
     """For each action its stage and the next others to come, as many as are held gathered."""
     result: list[tuple[int, ...]] = []

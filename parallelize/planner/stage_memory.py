@@ -21,7 +21,21 @@ class Unit:
         self.computed = whole * elements.compute  # gradients as autograd gives them,
         self.reduced = whole * (elements.reduce if job.fsdp else elements.param)  # and as they are added up
         self.largest = max((math.prod(shape.dims) for shape in shapes), default=0) * elements.compute
+        self._last = math.prod(shapes[-1].dims) if shapes and layout.dp_shard > 1 else 0
+        self._share = 1 / layout.dp_shard
+        self._cast = self.sharded * elements.param if elements.reduce != elements.param else 0
+        self._fsdp = job.fsdp
         self.stays = stays  # gathered from the forward to the backward
+
+    def reduction(self, whole: int, element_bytes: int) -> float:
+        """Most while FSDP2 reduces the unit's ``whole`` gradients, of ``element_bytes`` each.
+
+        Beside them the input and the output, in the reduction's dtype, and at last the output in the parameters'. By then
+        all whole gradients are freed but the last, which a variable of a loop in torch still names.
+        """
+        if not self._fsdp:
+            return whole
+        return self.reduced * (1 + self._share) + max(whole, self._last * element_bytes + self._cast)
 
 
 class Held:

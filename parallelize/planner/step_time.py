@@ -1,6 +1,5 @@
 """Seconds of a training step: units' operations by the roofline, put together by the pipeline schedule. Loads no torch."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -9,7 +8,7 @@ from parallelize.planner.hardware import Cluster
 from parallelize.planner.numbers import Job, ModelNumbers, Shapes, UnitTrace, gathered_elements, sharded_elements
 from parallelize.planner.op_time import busy_seconds, seconds
 from parallelize.planner.operations import Collective, Elementwise, Operation, scaled
-from parallelize.planner.replay import StageTime, action_orders, replay
+from parallelize.planner.replay import StageTime, action_orders, count_gathers, replay
 
 # AdamW reads a parameter, its gradient and two moments and writes three of them; norm and clipping read the
 # gradient twice more and write it once.
@@ -77,12 +76,33 @@ def unit_time(trace: UnitTrace, batch: int, cluster: Cluster, layout: Layout) ->
     return UnitTime(*split(trace.forward), *split(others, weight), weight)
 
 
-def busiest_s(job: Job, times: Mapping[str, UnitTime]) -> float:
-    """Seconds that the busiest pipeline rank computes and communicates within its stages: no step is shorter."""
-    ranks = [0.0] * job.layout.pp
-    for stage, rank in enumerate(job.stage_ranks):
-        ranks[rank] += sum(times[unit].total_s for unit in job.units_of(stage))
-    return job.n_microbatches * max(ranks)
+def least_s(job: Job, model: ModelNumbers, shapes: Shapes, times: Mapping[str, UnitTime], cluster: Cluster) -> float:
+    """Seconds that no step is shorter than, without a replay: ``step_time`` itself where there is no pipeline.
+
+    With one, a rank's first forward waits for those of the stages below its own, its work is all to be done, and its
+    last backward for the input goes on through the same stages, in every run of the schedule.
+    """
+    if job.layout.pp == 1:
+        return step_time(job, model, shapes, times, cluster).total_s
+    of_stages, send = stage_times(job, times, cluster), send_s(job, model, cluster)
+    ranks, splits = job.stage_ranks, job.schedule.splits_backward
+    work, weight = [0.0] * job.layout.pp, [0.0] * job.layout.pp  # of one micro-batch
+    chains: dict[int, tuple[float, float]] = {}  # rank -> forwards and backwards of the stages below its first
+    before = after = 0.0
+    for stage, (rank, time) in enumerate(zip(ranks, of_stages)):
+        work[rank] += time.forward_s + time.input_s
+        weight[rank] += time.weight_s
+        chains.setdefault(rank, (before, after))
+        hop = send if rank != ranks[min(stage + 1, job.n_stages - 1)] else 0.0
+        before += time.forward_s + hop
+        after += time.input_s + hop + (0.0 if splits else time.weight_s)
+    n, end = job.n_microbatches // job.n_schedule_runs, 0.0
+    for rank, (before, after) in chains.items():
+        # The weights' halves of a split backward may come after the last of the others.
+        end = max(end, before + n * (work[rank] + weight[rank]) + (0.0 if splits else after))
+        end = max(end, before + n * work[rank] + after)
+    fsdp = max(_exposed_s(job, shapes, cluster, dict.fromkeys(range(job.n_stages), 1)))
+    return job.n_schedule_runs * (end + fsdp) + _optimizer_s(job, shapes, cluster) + cluster.calibration.step_s
 
 
 def step_time(
@@ -93,16 +113,18 @@ def step_time(
     else:
         fsdp, ranks, end = _pipelined(job, model, shapes, times, cluster)
     compute, tp = max(ranks, key=sum)
-    optimizer = max(
-        seconds(Elementwise(_OPTIMIZER_PASSES * _sharded_bytes(job, shapes, rank)), cluster, job.layout)
-        for rank in range(job.layout.pp)
-    )
-    return StepTime(compute, tp, fsdp, max(0.0, end - compute - tp), optimizer, cluster.calibration.step_s)
+    bubble = max(0.0, end - compute - tp)
+    return StepTime(compute, tp, fsdp, bubble, _optimizer_s(job, shapes, cluster), cluster.calibration.step_s)
 
 
-def _sharded_bytes(job: Job, shapes: Shapes, rank: int) -> int:
-    units = [unit for stage, owner in enumerate(job.stage_ranks) if owner == rank for unit in job.units_of(stage)]
-    return job.elements.param * sum(sharded_elements(shapes[unit], job.layout.dp_shard) for unit in units)
+def _optimizer_s(job: Job, shapes: Shapes, cluster: Cluster) -> float:
+    """Of the pipeline rank with the most parameters."""
+    of_unit = {unit: sharded_elements(of_unit, job.layout.dp_shard) for unit, of_unit in shapes.items()}
+    ranks = [0] * job.layout.pp
+    for stage, rank in enumerate(job.stage_ranks):
+        ranks[rank] += sum(of_unit[unit] for unit in job.units_of(stage))
+    n_bytes = _OPTIMIZER_PASSES * job.elements.param * max(ranks)
+    return seconds(Elementwise(n_bytes), cluster, job.layout)
 
 
 def _fsdp_times(job: Job, shapes: Shapes, cluster: Cluster) -> dict[str, tuple[float, float]]:
@@ -150,20 +172,29 @@ def _in_turn(job: Job, shapes: Shapes, times: Mapping[str, UnitTime], cluster: C
 
 def _pipelined(job: Job, model: ModelNumbers, shapes: Shapes, times: Mapping[str, UnitTime], cluster: Cluster):
     busy = [(0.0, 0.0)] * job.layout.pp
-    fsdp = _fsdp_times(job, shapes, cluster)
-    exposed = [0.0] * job.layout.pp
-    n_gathers = Counter(action.stage for actions in job.orders() for action in actions if action.kind == "U")
+    counted = [count_gathers(actions, job.reshard).items() for actions in job.orders()]
+    n_gathers = {stage: often for of_rank in counted for stage, (often, _) in of_rank}
     for stage, rank in enumerate(job.stage_ranks):
         of_stage = [times[unit] for unit in job.units_of(stage)]
         compute = cluster.calibration.microbatch_s + sum(time.forward_s + time.backward_s for time in of_stage)
         tp = sum(time.forward_tp_s + time.backward_tp_s for time in of_stage)
         busy[rank] = (busy[rank][0] + job.n_microbatches * compute, busy[rank][1] + job.n_microbatches * tp)
-        # Gathered while other stages compute, but for the first unit; reduced after the last backward.
+    end = job.n_schedule_runs * _end_s(job, stage_times(job, times, cluster), send_s(job, model, cluster))
+    return job.n_schedule_runs * max(_exposed_s(job, shapes, cluster, n_gathers)), busy, end
+
+
+def _exposed_s(job: Job, shapes: Shapes, cluster: Cluster, n_gathers: Mapping[int, int]) -> list[float]:
+    """Pipeline rank -> seconds of FSDP's traffic in a run of the schedule that nothing hides. n_gathers: by stage.
+
+    Gathered while other stages compute, but for the first unit; reduced after the last backward.
+    """
+    fsdp = _fsdp_times(job, shapes, cluster)
+    exposed = [0.0] * job.layout.pp
+    for stage, rank in enumerate(job.stage_ranks):
         gathers = [fsdp[unit][0] for unit in job.units_of(stage)]
         exposed[rank] += gathers[0] + cluster.calibration.fsdp_exposed * (n_gathers[stage] * sum(gathers) - gathers[0])
         exposed[rank] += sum(fsdp[unit][1] for unit in job.units_of(stage))
-    end = job.n_schedule_runs * _end_s(job, stage_times(job, times, cluster), send_s(job, model, cluster))
-    return job.n_schedule_runs * max(exposed), busy, end
+    return exposed
 
 
 def stage_times(job: Job, times: Mapping[str, UnitTime], cluster: Cluster) -> list[StageTime]:

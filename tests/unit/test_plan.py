@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_the_search_misses_nothing(found):
     times = []
     for choice in allowed:
         job = planner.job_of(choice)
-        if planner._does_not_fit(job) is None:
+        if planner._fits(job):
             times.append(planner.predict(choice, job).time.total_s)
     assert [prediction.time.total_s for prediction in plan.best] == pytest.approx(sorted(times)[:4])
 
@@ -66,6 +67,50 @@ def test_a_second_search_is_the_same(found):
     again = planner.search(top=4)
     assert [str(p.choice.layout) for p in again.best] == [str(p.choice.layout) for p in plan.best]
     assert again.rejected == plan.rejected
+
+
+def faster(cluster, part: str, **factors: float):
+    changed = {name: getattr(getattr(cluster, part), name) * factor for name, factor in factors.items()}
+    return replace(cluster, **{part: replace(getattr(cluster, part), **changed)})
+
+
+@pytest.mark.parametrize(
+    "part, factors",
+    [
+        ("gpu", {"peak_flops": 1.5}),
+        ("gpu", {"memory_bytes_per_s": 1.5}),
+        ("gpu", {"peak_flops": 3, "memory_bytes_per_s": 2}),
+        ("node_link", {"bytes_per_s": 2}),
+        ("network_link", {"bytes_per_s": 2}),
+        ("network_link", {"bytes_per_s": 1.1, "latency_s": 0.5}),
+    ],
+)
+def test_no_step_is_slower_on_faster_hardware(found, part, factors):
+    planner, _ = found
+    other = Planner(planner.config, planner.architecture, faster(planner.cluster, part, **factors))
+    other.units = planner.units
+    jobs = [planner.job_of(choice) for choice in planner._choices() if not any(planner._problems(choice))]
+    before, after = ([its._time(job).total_s for job in jobs[::5]] for its in (planner, other))
+    assert all(new <= old * (1 + 1e-9) for old, new in zip(before, after))
+    assert sum(new < old for old, new in zip(before, after)) > len(before) / 4
+
+
+def test_more_memory_loses_no_layout(found):
+    planner, plan = found
+    less = Planner(planner.config, planner.architecture, faster(planner.cluster, "gpu", memory_bytes=0.3))
+    less.units = planner.units
+    jobs = [planner.job_of(choice) for choice in planner._choices() if not any(planner._problems(choice))][::3]
+    fitted, fits = ({job for job in jobs if its._fits(job)} for its in (less, planner))
+    assert fitted and fitted < fits
+    assert less.search(top=1).best[0].time.total_s >= plan.best[0].time.total_s
+
+
+def test_a_bound_is_below_the_time_and_often_close_to_it(found):
+    planner, _ = found
+    jobs = [planner.job_of(choice) for choice in planner._choices() if not any(planner._problems(choice))][::3]
+    shares = [planner._least_s(job) / planner._time(job).total_s for job in jobs]
+    assert max(shares) <= 1 + 1e-9
+    assert sorted(shares)[len(shares) // 2] > 0.9
 
 
 def test_text_json_config_and_picture(monkeypatch, capsys, tmp_path):
@@ -113,7 +158,9 @@ def test_explain_one_layout_and_trace_it(monkeypatch, capsys):
         (("--explain", "tp"), "'tp' is not KEY=VALUE"),
         (("--explain", "tpp=2"), "parallel.tpp"),
         (("--gpus-per-node", "3", "--explain", "tp=3"), "parallel.tp = 3 does not divide n_heads"),
-        (("--explain", "tp=16"), "processes"),
+        (("--explain", "tp=16"), "start with --nodes x --gpus-per-node of 16"),
+        (("--explain", "pp=2,balance=[9,9,9]"), "parallel.balance"),
+        (("--model.vocab_size=256",), "data.tokenizer"),
         (("--explain", "tp=2,pp=2,schedule=ZBVZeroBubble,recompute=full"), "once more for each of its weights"),
         (("--explain", "tp=2,tp=1"), "tp is given twice"),
         (("--trace",), "give --explain too"),

@@ -89,13 +89,35 @@ def test_without_a_pipeline(name, world_size, recompute, keys):
         ),
         ("qwen3_0_6b", 8, {"parallel.schedule": "1F1B", "parallel.dp_shard": 2, "parallel.tp": 2}),
         ("qwen2_5_7b", 4, {"parallel.schedule": "1F1B", "parallel.dp_shard": 1, "parallel.tp": 2}),
+        (
+            "qwen3_0_6b",
+            4,
+            {"parallel.schedule": "1F1B", "parallel.dp_shard": 2, "training.micro_batch_size": 2}
+            | {"precision.reduce": "bfloat16"},
+        ),
     ],
-    ids=["1f1b_hsdp", "interleaved", "gpipe", "looped_in_runs", "tied", "biases"],
+    ids=["1f1b_hsdp", "interleaved", "gpipe", "looped_in_runs", "tied", "biases", "tied_bf16_reduction"],
 )
 @pytest.mark.parametrize("pp_rank", [0, 1])
 def test_with_a_pipeline(name, world_size, keys, pp_rank):
     shared = {"parallel.pp": 2, "training.global_batch_size": 8, "activation_checkpoint.mode": "none"}
     check(*planned(name, world_size, **SMALL | shared | keys), pp_rank=pp_rank)
+
+
+@pytest.mark.parametrize(
+    "schedule, keys", [("1F1B", {}), ("Interleaved1F1B", {"parallel.balance": "[1,1,1,1]"}), ("GPipe", {})]
+)
+@pytest.mark.parametrize("pp_rank", [0, 1])
+def test_gathers_of_parameters_that_each_forward_frees(schedule, keys, pp_rank):
+    shared = {"parallel.pp": 2, "parallel.dp_shard": 2, "training.global_batch_size": 8, "parallel.schedule": schedule}
+    freed = {"parallel.reshard_after_forward": "always", "activation_checkpoint.mode": "full"}
+    planner, prediction, resolved = planned("llama3_8b", 4, **SMALL | shared | freed | keys)
+    traced, job = trace_rank(resolved, pp_rank), prediction.job
+    traces = planner.units.traces(1, "full", 1)
+    counts, sizes = collectives(job, planner.numbers, planner.shapes_of(job), traces, pp_rank)
+    assert (counts, sizes) == (traced.collectives, traced.collective_bytes)
+    # What a backward gathers stays, so that little is saved; none of it is counted.
+    assert 0.999 < prediction.memory[pp_rank].peak_bytes / traced.peak_bytes < 1.1
 
 
 @pytest.mark.parametrize(

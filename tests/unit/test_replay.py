@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from parallelize.planner.replay import StageTime, action_orders, in_flight, orders_with_gathers, replay
+from parallelize.planner.replay import StageTime, action_orders, count_gathers, in_flight, orders_with_gathers, replay
 from parallelize.schedule_file import Action
 from parallelize.schedules import schedule_of
 
@@ -34,6 +34,13 @@ def bubble(name: str, virtual_stages: int, pp: int = 8, n_microbatches: int = 32
 )
 def test_bubbles_of_equal_stages(name, virtual_stages, expected):
     assert bubble(name, virtual_stages) == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize("frees, expected", [(False, (1, 1)), (True, (2 + 7, 1))])
+def test_gathers_of_1f1b(frees, expected):
+    # Freed, a unit is gathered for the two forwards before the first backward, and for each backward after a forward.
+    orders = orders_with_gathers(schedule_of("1F1B"), 2, 1, 8)
+    assert count_gathers(orders[0], frees) == {0: expected}
 
 
 def test_sends_make_the_bubble_longer():
