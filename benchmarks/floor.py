@@ -87,7 +87,8 @@ def plain_loop(n_steps: int, compiled: bool, overrides: Sequence = ()) -> dict:
     from models.initialize import draw_slice, initial_std
     from trainer.config_load import load_config
     from trainer.config_rules import resolve_config
-    from trainer.data.loader import RowOrder, StepSampler, load_rows
+    from trainer.data.loader import StepSampler
+    from trainer.data.samples import load_samples
 
     config = load_config("debug.toml", list(overrides))
     architecture, training, optimizer_keys = resolve_config(config, 1).architecture, config.training, config.optimizer
@@ -108,14 +109,13 @@ def plain_loop(n_steps: int, compiled: bool, overrides: Sequence = ()) -> dict:
         [{"params": decayed, "weight_decay": optimizer_keys.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=optimizer_keys.lr, betas=optimizer_keys.betas, eps=optimizer_keys.eps, fused=True,
     )  # fmt: skip
-    rows = load_rows(config.data, training.seq_len, architecture.vocab_size)
-    order = RowOrder(len(rows), config.data.seed, config.data.shuffle)
-    batches = iter(StepSampler(order, training.global_batch_size, 0, 1, 1))
+    samples = load_samples(config, architecture.vocab_size)
+    batches = iter(StepSampler(training.global_batch_size, 0, 1, first_step=1))
     n_tokens, warmup = training.global_batch_size * training.seq_len, config.lr_schedule.warmup_steps
     seconds, losses = [], []
     for step in range(1, n_steps + 1):
         start = time.perf_counter()
-        batch = [rows[row] for row in next(batches)]
+        batch = [samples[sample] for sample in next(batches)]
         tokens, labels = (torch.stack([row[key] for row in batch]) for key in ("tokens", "labels"))
         for group in optimizer.param_groups:
             group["lr"] = optimizer_keys.lr * min(1.0, step / (warmup + 1))

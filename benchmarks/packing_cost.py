@@ -22,9 +22,10 @@ from models.decoder import Decoder  # noqa: E402
 from trainer.config import Data  # noqa: E402
 from trainer.config_load import load_config  # noqa: E402
 from trainer.config_rules import resolve_config  # noqa: E402
-from trainer.data.documents import read_documents  # noqa: E402
+from trainer.data.documents import BUNDLED_TEXT, BadLines, Part, read_documents  # noqa: E402
 from trainer.data.packing import pack, rows_of  # noqa: E402
-from trainer.data.rows import IGNORED, Rows, model_inputs, token_stream  # noqa: E402
+from trainer.data.rows import IGNORED, Rows, model_inputs  # noqa: E402
+from trainer.data.stream import MemoryTokens, TokenStream  # noqa: E402
 from trainer.data.tokenizer import ByteTokenizer  # noqa: E402
 from trainer.loss import summed_cross_entropy  # noqa: E402
 from trainer.optimizer import build_optimizer  # noqa: E402
@@ -41,11 +42,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    paragraphs = [text for text in next(read_documents("bundled", None)).split("\n\n") if text.strip()]
-    stream, starts = token_stream(paragraphs, ByteTokenizer())
+    novel = "".join(text for text, _ in read_documents(Part(str(BUNDLED_TEXT), "text"), BadLines()))
+    paragraphs = [ByteTokenizer().encode(text) for text in novel.split("\n\n") if text.strip()]
+    tokens = np.concatenate([np.append(ids, ByteTokenizer.eos_id) for ids in paragraphs])
+    starts = np.cumsum([0, *(len(ids) + 1 for ids in paragraphs)])[:-1]
+    stream = TokenStream([MemoryTokens(tokens, starts)])
     print("| rows of | rows | tokens/s | labels/s | filled |\n|---|---|---|---|---|")
     for seq_len in (128, 1024):
-        of_kind = {name: rows_of(data, stream, starts, seq_len) for name, data in KINDS.items()}
+        of_kind = {name: rows_of(data, stream, seq_len) for name, data in KINDS.items()}
         measure(of_kind, seq_len, options.steps)
     packing_speed()
 

@@ -79,6 +79,19 @@ def bench(options, overrides) -> int:
     return bench.main(options, overrides)
 
 
+def prepare(options, overrides) -> int:
+    _no_keys("prepare", overrides)
+    from trainer import prepare_command
+
+    return prepare_command.main(options)
+
+
+def inspect_data(options, overrides) -> int:
+    from trainer import inspect_data
+
+    return inspect_data.main(options, load_config(options.config, overrides))
+
+
 def runs(options, overrides) -> int:
     _no_keys("runs", overrides)
     from trainer import runs
@@ -212,6 +225,34 @@ COMMANDS = {
             "--nproc": _NPROC,
             "--out": {"metavar": "DIR", "default": "outputs/bench", "help": "what is written; a bench there is gone on with (default outputs/bench)"},
             "--json": _JSON,
+        },
+        True,
+    ),
+    "prepare": (
+        prepare,
+        "tokenize files once, on all cores, into a folder of shards to train from (docs/data.md)",
+        {
+            "--input": {
+                "metavar": "GLOB", "nargs": "+", "required": True,
+                "help": "text, .jsonl, .parquet, also .gz and .zst; patterns, URLs, hf://NAME",
+            },
+            "--tokenizer": {"metavar": "T", "required": True, "help": "as data.tokenizer"},
+            "--out": {"metavar": "DIR", "required": True, "help": "the folder to write; a killed preparation goes on in it"},
+            "--workers": {"metavar": "N", "type": int, "help": "processes (default: one a core)"},
+            "--text-field": {"metavar": "F", "default": "text", "help": "of a JSONL line or parquet row (default text)"},
+            "--bad-lines": {
+                "choices": ["error", "skip"], "default": "error",
+                "help": "say where a line is bad and stop (default), or leave it out and count",
+            },
+        },
+        False,
+    ),
+    "inspect-data": (
+        inspect_data,
+        "print the samples of a step as the model sees them: documents, and [[what is not trained]]",
+        {
+            "--step": {"metavar": "N", "type": int, "default": 1, "help": "the step (default 1)"},
+            "--samples": {"metavar": "K", "type": int, "help": "print only the first K samples (default: all)"},
         },
         True,
     ),

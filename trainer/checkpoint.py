@@ -35,7 +35,7 @@ class Checkpointer:
         device: torch.device,
         data: dict[str, int] | None = None,
     ):
-        """``data``: ``TokenRows.identity`` of the training text, for a run that will be saved."""
+        """``data``: ``Samples.identity`` of the training data, for a run that will be saved."""
         self.writer = CheckpointWriter(checkpoint_root(config), config.checkpoint)
         # In the background a copy is written, while the run changes the state itself.
         pinned = device.type == "cuda"

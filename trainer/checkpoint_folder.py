@@ -7,11 +7,12 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from models.decoder_config import DecoderConfig
 from trainer.config import Config, Data
+from trainer.data.mixture import weights_by_step
 from trainer.data.tokenizer import digest_of
 from trainer.errors import UserError
 
@@ -97,7 +98,7 @@ def read_state(folder: Path) -> dict:
 
     step, skipped_steps; config: as resolved; files: their manifest; tokenizer: digest of its file; origin: what a
     Hugging Face directory said beside the architecture; validation_loss: None where it was not measured at that step; data:
-    ``TokenRows.identity``.
+    ``Samples.identity``.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a checkpoint folder, such as outputs/debug/checkpoints/step-00000100")
@@ -199,7 +200,7 @@ def changed_since(state: dict, config: Config) -> list[str]:
 def check_same_run(folder: Path, config: Config, data: dict[str, int]) -> None:
     """Raise ``UserError`` if the checkpoint is of another run: other model, data, seed or batch.
 
-    ``data``: ``TokenRows.identity`` of what the config reads now; where it lies does not matter.
+    ``data``: ``Samples.identity`` of what the config reads now; where it lies does not matter.
     """
     state = read_state(folder)
     saved, saved_tokenizer = state["config"], state["tokenizer"]
@@ -221,8 +222,10 @@ def check_same_run(folder: Path, config: Config, data: dict[str, int]) -> None:
             f"data.tokenizer = {config.data.tokenizer!r} is not the one that the run in {folder} was started with "
             f"({saved['data']['tokenizer']!r}): name that one, or choose another job.output_dir"
         )
-    before = state["data"]
-    if before is not None and before != data and saved_tokenizer == digest_of(config.data.tokenizer):
+    problems += _order_problems(state, config, data)
+    before = state["data"] and {key: value for key, value in state["data"].items() if key != "order"}
+    now_read = {key: value for key, value in data.items() if key != "order"}
+    if before is not None and before != now_read and saved_tokenizer == digest_of(config.data.tokenizer):
         problems.append(
             f"data.path = {config.data.path!r} holds {data['tokens']:,} tokens that are not those the run in {folder} was "
             f"started with ({before['tokens']:,}, data.path = {saved['data']['path']!r}): its batches would be others. Bring "
@@ -230,3 +233,19 @@ def check_same_run(folder: Path, config: Config, data: dict[str, int]) -> None:
         )
     if problems:
         raise UserError(*problems)
+
+
+def _order_problems(state: dict, config: Config, data: dict[str, int]) -> Iterator[str]:
+    """Of the sources' shares up to the saved step, and of the rules of the shuffle: both say which samples were seen."""
+    saved, step, other = state["config"]["data"], state["step"], "or choose another job.output_dir"
+    if saved.get("sources") or config.data.sources:
+        keys = {"sources": saved.get("sources", {}), "curriculum": saved.get("curriculum", [])}
+        before = Data.model_validate_json(json.dumps(keys))
+        was, now = ([stage for stage in weights_by_step(data) if stage[0] <= step] for data in (before, config.data))
+        if was != now:
+            yield (
+                f"data.sources: up to step {step} the weights from step {was[-1][0]} on were {was[-1][1]}, and would be {now[-1][1]}, "
+                f"from step {now[-1][0]} on: change them from a later step on, in data.curriculum, {other}"
+            )
+    if state["data"] is not None and config.data.shuffle and state["data"].get("order", 1) != data["order"]:
+        yield f"the checkpoint is of a version that shuffled in another way: go on with that version, {other}"

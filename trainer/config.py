@@ -84,12 +84,54 @@ class Model(Section):
     qk_norm: bool | None = Field(None, description="a norm over each query and key head")
 
 
-class Data(Section):
-    source: Literal["bundled", "text", "jsonl"] = Field(
-        "bundled", description='"bundled": a novel that ships with the code; "text", "jsonl": the file at data.path'
+DataKind = Literal["auto", "text", "jsonl", "parquet", "prepared", "megatron", "nanogpt", "hf"]
+_PATH = (
+    "text, .jsonl or .parquet, also .gz and .zst, also a pattern such as data/*.jsonl; a folder that prepare made; a .bin with or "
+    "without .idx; hf://NAME; or a URL of these"
+)
+
+
+class DataSource(Section):
+    path: str = Field(min_length=1, description=_PATH)
+    source: DataKind = Field("auto", description="what lies there, where its name does not say so")
+    weight: Annotated[float, Field(ge=0)] = Field(1.0, description="share of the samples, in proportion to the others'")
+
+
+class CurriculumStage(Section):
+    step: Count = Field(description="the first step with these weights")
+    weights: Annotated[dict[str, Annotated[float, Field(ge=0)]], AfterValidator(Table)] = Field(
+        description="new weights by source; those it does not name keep theirs"
     )
-    path: str | None = Field(
-        None, description='a .txt or .jsonl file, or the same with .gz; jsonl lines are {"text": ...}'
+
+
+class Data(Section):
+    source: DataKind | Literal["bundled"] = Field(
+        "auto",
+        description='what lies at data.path, where its name does not say so; "auto" without a path, and "bundled": a novel that '
+        "ships with the code",
+    )
+    path: str | None = Field(None, min_length=1, description=_PATH)
+    sources: Annotated[dict[Annotated[str, Field(pattern=r"^[\w-]+$")], DataSource], AfterValidator(Table)] = Field(
+        default_factory=Table,
+        description="instead of path, tables [data.sources.NAME] with path, weight and, where the name does not say it, source",
+    )
+    curriculum: tuple[CurriculumStage, ...] = Field(
+        (), description="tables [[data.curriculum]] with step, the first with other weights, and weights = {NAME = ...}"
+    )
+    epochs: CountOrOff = Field(
+        0,
+        description="end the run before the first step that would read a row of a source once more than this; 0: never",
+    )
+    text_field: str = Field(
+        "text", min_length=1, description="of a JSONL line, or column of a parquet file: what is read"
+    )
+    bad_lines: Literal["error", "skip"] = Field(
+        "error", description="a line that is no JSON, has no text or is not UTF-8: say where and stop, or leave it out"
+    )
+    cache_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="where the tokens of text that is not small are kept (default: ~/.cache/meshloom)",
     )
     tokenizer: str | None = Field(
         None,

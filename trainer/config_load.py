@@ -121,7 +121,11 @@ def key_schemas() -> dict[str, dict]:
 def type_text(schema: dict) -> str:
     """A JSON schema as words: "an integer, at least 1"."""
     if schema.get("type") == "object":
-        return "a table of names (letters, digits, _ and -) and strings"
+        of = _values_of(schema)
+        kinds = "tables" if "$ref" in of else {"string": "strings", "number": "numbers"}[of["type"]]
+        return f"a table of names (letters, digits, _ and -) and {kinds}"
+    if "$ref" in schema:
+        return "a table"
     if "anyOf" in schema:
         return " or ".join(type_text(option) for option in schema["anyOf"] if option.get("type") != "null")
     if "pattern" in schema:
@@ -143,6 +147,12 @@ def type_text(schema: dict) -> str:
     words += f", at most {high}" if high is not None else ""
     words += f", below {below}" if below is not None and below < 2**60 else ""
     return words + (", not empty" if schema.get("minLength") else "")
+
+
+def _values_of(schema: dict) -> dict:
+    """The JSON schema of the values of a table with names of the user's; {} of anything else."""
+    by_pattern = schema.get("patternProperties", {})
+    return next(iter(by_pattern.values()), schema.get("additionalProperties") or {})
 
 
 def compared_keys(config: Config) -> dict[str, int | float | bool | str]:
@@ -228,7 +238,9 @@ def _explain(
             continue
         where = f" ({path.name}:{line_of(text, key)})" if path else ""
         where = f" (from {overrides[key].shown})" if key in overrides else where
-        if entry["type"] == "extra_forbidden":
+        if len(entry["loc"]) > 3 and (of_table := _explain_in_table(entry, where)):
+            problems[of_table[0]] = of_table[1]
+        elif entry["type"] == "extra_forbidden":
             problems[key] = f"unknown key {key}{where}{suggestion(key)}"
         elif key not in key_schemas():
             problems[key] = f"{key}{where} must be a table: [{key}]"
@@ -237,6 +249,22 @@ def _explain(
             value = tables[section][name]  # the whole of it: the library names the faulty element of a list
             problems[key] = f"{key} = {_toml(value)}{where}: expected {type_text(key_schemas()[key])}{_hint(value)}"
     return list(problems.values())
+
+
+def _explain_in_table(entry: dict, where: str) -> tuple[str, str] | None:
+    """(key, problem) of a fault in a table below a section's key, such as ``data.sources.NAME.weight``; None elsewhere."""
+    section, name, *below = map(str, entry["loc"])
+    schema = key_schemas().get(f"{section}.{name}", {})
+    tables = schema.get("items") or _values_of(schema)
+    if "$ref" not in tables:
+        return None
+    known = Config.model_json_schema()["$defs"][tables["$ref"].rsplit("/", 1)[1]]["properties"]
+    key, field = ".".join((section, name, *below[:2])), below[1]
+    if entry["type"] == "extra_forbidden":
+        return key, f"unknown key {key}{where}{_nearest(field, list(known))}"
+    if entry["type"] == "missing":
+        return key, f"{key} is missing{where}: {type_text(known[field])}"
+    return key, f"{key} = {_toml(entry['input'])}{where}: expected {type_text(known[field])}{_hint(entry['input'])}"
 
 
 def suggestion(key: str) -> str:

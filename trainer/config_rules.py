@@ -18,6 +18,7 @@ from parallelize.layout import Layout
 from parallelize.schedules import Schedule, balance_uniform, schedule_of
 from trainer.checkpoint_folder import EXPORT_MARKER, architecture_in, checkpoint_root, complete_checkpoints
 from trainer.config import Config, Model, Parallel
+from trainer.data.mixture import pattern_of, weights_by_step
 from trainer.errors import UserError
 from trainer.hf_directory import read_architecture
 from trainer.layout_rules import Choice, layout_problems
@@ -219,14 +220,45 @@ def _lr_problems(config: Config) -> Iterator[str]:
 def _data_problems(config: Config) -> Iterator[str]:
     data = config.data
     if data.source == "bundled" and data.path is not None:
-        yield f'data.path = "{data.path}" is not read with data.source = "bundled"; use "text" or "jsonl"'
-    if data.source != "bundled" and data.path is None:
+        yield f'data.path = "{data.path}" is not read with data.source = "bundled"; leave data.source out'
+    if data.source not in ("auto", "bundled") and data.path is None:
         yield f'data.source = "{data.source}" needs data.path'
     if data.packing == "best_fit" and not data.isolate_documents:
         yield (
             'data.packing = "best_fit" needs data.isolate_documents = true, and it is false: documents that have nothing '
             "to do with each other share a row"
         )
+    if data.sources and (data.path is not None or data.source != "auto"):
+        yield "data.sources is instead of data.path and data.source: keep one"
+    yield from _mixture_problems(config)
+
+
+def _mixture_problems(config: Config) -> Iterator[str]:
+    data, problems = config.data, []
+    if data.curriculum and not data.sources:
+        yield "data.curriculum changes the weights of data.sources, and there are none"
+        return
+    steps = [stage.step for stage in data.curriculum]
+    for before, after in zip(steps, steps[1:]):
+        if after <= before:
+            problems.append(f"data.curriculum: step {after} comes after step {before}: put the stages in order")
+    for stage in data.curriculum:
+        for name in stage.weights.keys() - data.sources.keys():
+            problems.append(
+                f'data.curriculum, step {stage.step}: no source "{name}"; data.sources has {", ".join(data.sources)}'
+            )
+    if problems:
+        yield from problems
+        return
+    for step, weights in weights_by_step(data):
+        shown = f"data.sources: from step {step} on the weights are {dict(weights)}"
+        if not any(weights.values()):
+            yield f"{shown}: one must be above 0"
+            continue
+        try:
+            pattern_of(list(weights.values()))
+        except ValueError as error:
+            yield f"{shown}: {error}"
 
 
 def _checkpoint_problems(config: Config) -> Iterator[str]:

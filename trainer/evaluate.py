@@ -20,7 +20,8 @@ from trainer.checkpoint_folder import read_state
 from trainer.config import Config, Validation
 from trainer.config_load import Override, dump_config, load_config
 from trainer.config_rules import resolve_config
-from trainer.data.loader import batches_in_order, load_validation_rows
+from trainer.data.loader import batches_in_order
+from trainer.data.samples import load_validation_rows
 from trainer.errors import EXIT_FAILED, UserError
 from trainer.launch import check_files, count_processes
 from trainer.rank import run_rank
@@ -36,7 +37,9 @@ def main(options: argparse.Namespace, overrides: list[Override]) -> int:
         config = _config_of_run(Path(options.checkpoint), overrides)
     else:
         config = load_config(options.config, overrides)
-    if {"data.source", "data.path"} & {override.key for override in overrides}:  # that text is what is asked for
+    if any(
+        override.key.startswith(("data.source", "data.path")) for override in overrides
+    ):  # that text is what is asked for
         config = config.model_copy(update={"validation": Validation()})
     elif config.validation.sets:
         config = config.model_copy(update={"validation": config.validation.model_copy(update={"interval": 1})})
@@ -80,6 +83,8 @@ def _config_of_run(checkpoint: Path, overrides: list[Override]) -> Config:
         if name in tables
     }
     tables["training"]["micro_batch_size"] = 1  # fits any layout
+    if any(override.key == "data.path" for override in overrides):  # instead of the run's own data
+        tables["data"] = {key: value for key, value in tables["data"].items() if key not in ("sources", "curriculum")}
     with tempfile.NamedTemporaryFile("wb", prefix="meshloom-", suffix=".toml") as file:
         tomli_w.dump(tables, file)
         file.flush()

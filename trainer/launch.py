@@ -130,21 +130,14 @@ def _most_gpus(config: Config, n_gpus: int) -> int | None:
 
 def check_files(config: Config) -> None:
     """Raise ``UserError`` unless the config's data and tokenizer are there."""
-    from trainer.data.documents import check_source, source_of
+    from trainer.data.sources import check_places
     from trainer.data.tokenizer import tokenizer_file
 
-    problems = []
-    sets = config.validation.sets.items()
-    own = [(check_source, (source_of(path), path, f"validation.sets.{name}")) for name, path in sets]
-    for check, arguments in (
-        (check_source, (config.data.source, config.data.path)),
-        *own,
-        (tokenizer_file, (config.data.tokenizer,)),
-    ):
-        try:
-            check(*arguments)
-        except UserError as error:
-            problems += error.problems
+    problems = check_places(config)
+    try:
+        tokenizer_file(config.data.tokenizer)
+    except UserError as error:
+        problems += error.problems
     if problems:
         raise UserError(*problems)
 

@@ -59,6 +59,7 @@ class Run:
     stop: StopRequest
     watchdog: Watchdog
     facts: RunFacts
+    tokens_by_source: Callable[[int], dict[str, int]]  # up to and with a step; {} of only one source
     device: torch.device
     done_steps: int  # 0, or the step of the checkpoint that was loaded
     last_step: int
@@ -214,6 +215,8 @@ def record_of(run: Run, step: int, result: StepResult, lr: float, watch: Stopwat
         "mfu": None if facts.peak_flops is None else flops_per_device / facts.peak_flops,
         "skipped_steps": run.nonfinite.n_skipped,
     }
+    if by_source := run.tokens_by_source(step):
+        record["tokens_by_source"] = by_source
     if run.instruments.stragglers is not None:
         record["stragglers"] = run.instruments.stragglers
     return record | summary_of(gather_stats(mine, run.device), facts.layout)

@@ -21,6 +21,7 @@ _TAGS = {
     "grad_norm_by_stage": "training/grad_norm_by_stage",
     "lr": "training/lr",
     "tokens_seen": "training/tokens_seen",
+    "tokens_by_source": "training/tokens_by_source",
     "skipped_steps": "training/skipped_steps",
     "validation_loss": "validation/loss",
     "validation_perplexity": "validation/perplexity",

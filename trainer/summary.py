@@ -12,7 +12,7 @@ from parallelize.planner.replay import StageTime, action_orders, replay
 from parallelize.planner.topology import node_map
 from trainer.config import Config
 from trainer.config_rules import Resolved, schedule_for
-from trainer.data.rows import Rows
+from trainer.data.samples import Samples
 from trainer.hardware import GIB
 
 _EQUAL = StageTime(forward_s=1.0, input_s=1.0, weight_s=1.0)
@@ -41,7 +41,7 @@ def stage_lines(resolved: Resolved, model: LocalModel) -> list[str]:
     return lines
 
 
-def summary(resolved: Resolved, device_name: str, rows: Rows, links: str, stages: list[str]) -> str:
+def summary(resolved: Resolved, device_name: str, samples: Samples, links: str, stages: list[str]) -> str:
     """Lines of a label and what it stands for. ``links``: as measured; ``stages``: ``stage_lines``."""
     config, layout, training = resolved.config, resolved.layout, resolved.config.training
     precision, n_processes = config.precision, layout.world_size
@@ -64,7 +64,7 @@ def summary(resolved: Resolved, device_name: str, rows: Rows, links: str, stages
             f"{training.micro_batch_size} sequences x {resolved.n_microbatches} micro-batches x {layout.dp} data ranks "
             f"= {training.global_batch_size} of {training.seq_len} tokens: {resolved.tokens_per_step:,} tokens a step",
         ),
-        ("data", _data(config, rows)),
+        *(("data", line) for line in _data(config, samples)),
         (
             "precision",
             f"parameters and optimizer {precision.param}, compute {precision.compute}, gradient reduction {precision.reduce}",
@@ -93,13 +93,6 @@ def summary(resolved: Resolved, device_name: str, rows: Rows, links: str, stages
     return "\n".join(shown)
 
 
-def _data(config: Config, rows: Rows) -> str:
-    text = f"{len(rows):,} rows, {len(rows) / config.training.global_batch_size:.1f} steps an epoch"
-    if config.data.packing == "best_fit":
-        text += f"; best fit: {rows.share_filled:.1%} of their positions hold a token"
-    return text + ("; documents isolated" if config.data.isolate_documents else "")
-
-
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
@@ -111,6 +104,18 @@ def _nodes(resolved: Resolved) -> list[tuple[str, str]]:
         return []
     first, *axes = node_map(resolved.layout, per_node).splitlines()
     return [("nodes", first.split(":")[0].replace("GPUs", "processes")), *(("nodes", line.strip()) for line in axes)]
+
+
+def _data(config: Config, samples: Samples) -> list[str]:
+    """A line a source, and what was wrong with some."""
+    lines, batch = [], config.training.global_batch_size
+    for (name, rows), share in zip(samples.rows.items(), samples.mixture.shares()):
+        text = f"{name}: {share:.4g} of the samples, " if name else ""
+        text += f"{len(rows):,} rows" + (f", {len(rows) / batch / share:.1f} steps an epoch" if share else "")
+        if config.data.packing == "best_fit":
+            text += f"; best fit: {rows.share_filled:.1%} of their positions hold a token"
+        lines.append(text + ("; documents isolated" if config.data.isolate_documents else ""))
+    return [*lines, *samples.warnings]
 
 
 def _schedule(resolved: Resolved) -> str:

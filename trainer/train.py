@@ -20,8 +20,9 @@ from trainer.config import Config, Debug
 from trainer.config_load import dump_config
 from trainer.config_rules import Resolved, resolve_config
 from trainer.console import say
-from trainer.data.loader import batches_in_order, load_rows, load_validation_rows, make_loader
+from trainer.data.loader import batches_in_order, checked, make_loader
 from trainer.data.rows import Rows
+from trainer.data.samples import Samples, load_samples, load_validation_rows
 from trainer.errors import EXIT_STOPPED, UserError
 from trainer.garbage import Garbage
 from trainer.hardware import peak_flops
@@ -79,15 +80,16 @@ def _train(config: Config, device: torch.device, stop: StopRequest, watchdog: Wa
     if config.parallel.layout == "auto":
         config = choose_layout(config, device)
     resolved = resolve_config(config, dist.get_world_size())
+    torch.manual_seed(config.job.seed)  # nothing draws from it yet but what a user adds
+    check_machines(config, resolved.layout)
+    samples = load_samples(config, resolved.architecture.vocab_size)
+    if config.data.epochs:
+        resolved = resolve_config(_until_data_ends(config, samples), dist.get_world_size())
     config = resolved.full_config(compute_dtype(config, device.type))
     resolved = replace(resolved, config=config)
     folder, steps = Path(config.job.output_dir), config.training.steps
-
-    torch.manual_seed(config.job.seed)  # nothing draws from it yet but what a user adds
-    check_machines(config, resolved.layout)
-    rows = load_rows(config.data, config.training.seq_len, resolved.architecture.vocab_size)
     with open_output_folder(folder):
-        resume_from, done_steps = _where_to_start(config, rows)
+        resume_from, done_steps = _where_to_start(config, samples)
         if done_steps >= steps:
             if dist.get_rank() == 0:
                 print(
@@ -95,7 +97,7 @@ def _train(config: Config, device: torch.device, stop: StopRequest, watchdog: Wa
                     "training.steps; for another run, choose another job.output_dir"
                 )
             return True
-        run = _prepare(resolved, rows, resume_from, device, stop, watchdog)
+        run = _prepare(resolved, samples, resume_from, device, stop, watchdog)
         finished = False
         try:
             finished = train(run)
@@ -111,9 +113,24 @@ def _train(config: Config, device: torch.device, stop: StopRequest, watchdog: Wa
     return finished
 
 
+def _until_data_ends(config: Config, samples: Samples) -> Config:
+    """With ``training.steps`` lowered to what ``data.epochs`` allows; rows that do not fill a last batch are left."""
+    training, epochs = config.training, config.data.epochs
+    batch = training.global_batch_size
+    steps = samples.samples_in(epochs, training.steps * batch) // batch
+    if not steps:
+        raise UserError(
+            f"data.epochs = {epochs} ends before the first step: {samples.n_rows:,} rows of training.seq_len = {training.seq_len} "
+            f"do not fill training.global_batch_size = {batch}: use more data or epochs, or a smaller batch"
+        )
+    if steps < training.steps and dist.get_rank() == 0:
+        say(f"data        ends after step {steps:,} of {training.steps:,} (data.epochs = {epochs})")
+    return config.model_copy(update={"training": training.model_copy(update={"steps": steps})})
+
+
 def _prepare(
     resolved: Resolved,
-    rows: Rows,
+    samples: Samples,
     resume_from: Path | None,
     device: torch.device,
     stop: StopRequest,
@@ -129,22 +146,22 @@ def _prepare(
     init_from = config.checkpoint.init_from
     model = build_model(resolved, mesh, device, initialise=resume_from is None and init_from is None)
     step = build_train_step(resolved, model, mesh, device)
-    checkpointer = Checkpointer(config, model, step.optimizer, device, rows.identity)
+    checkpointer = Checkpointer(config, model, step.optimizer, device, samples.identity)
     state = _load(config, checkpointer, resume_from)
     done, stages = state["step"], stage_lines(resolved, model)
     if config.metrics.rank_logs:
         open_rank_log(folder / "logs", dist.get_rank(), mesh.place, device)
     if is_main:
         write_whole(folder / "config.toml", dump_config(config))
-        say(summary(resolved, device_name(device), rows, links, stages))
+        say(summary(resolved, device_name(device), samples, links, stages))
         _print_start(config, resume_from, state)
     loader = make_loader(
-        rows, config.data, training.global_batch_size, mesh.dp_index, resolved.layout.dp, first_step=done + 1
+        samples, config.data, training.global_batch_size, mesh.dp_index, resolved.layout.dp, first_step=done + 1
     )
     facts = _facts(resolved, device)
     return Run(
         step=step,
-        batches=iter(loader),
+        batches=checked(iter(loader), samples),
         lr=_lr_schedule(config),
         checkpointer=checkpointer,
         reporter=Reporter(
@@ -153,6 +170,7 @@ def _prepare(
         stop=stop,
         watchdog=watchdog,
         facts=facts,
+        tokens_by_source=lambda step: samples.tokens_by_source(step * training.global_batch_size),
         device=device,
         done_steps=done,
         last_step=training.steps,
@@ -194,7 +212,7 @@ def _connect(resolved: Resolved, device: torch.device, folder: Path, watchdog: W
     return mesh, links
 
 
-def _where_to_start(config: Config, rows: Rows) -> tuple[Path | None, int]:
+def _where_to_start(config: Config, samples: Samples) -> tuple[Path | None, int]:
     """The checkpoint to go on from, intact and of this run, and its step; (None, 0) for a fresh start.
 
     A damaged one that was not asked for by name is passed over, with a warning, for the one before, and set aside.
@@ -211,7 +229,7 @@ def _where_to_start(config: Config, rows: Rows) -> tuple[Path | None, int]:
             return None, 0
         damage = damage_in(resume_from)
         if not damage:
-            on_main_rank(check_same_run, resume_from, config, rows.identity)
+            on_main_rank(check_same_run, resume_from, config, samples.identity)
             on_main_rank(_set_aside, damaged)
             return resume_from, on_main_rank(read_state, resume_from)["step"]
         if config.checkpoint.resume != "auto" and Path(config.checkpoint.resume).resolve() == resume_from.resolve():

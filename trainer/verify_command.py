@@ -17,8 +17,9 @@ from trainer.build import compute_dtype
 from trainer.config import Config
 from trainer.config_load import dump_config, load_config
 from trainer.config_rules import Resolved, resolve_config
-from trainer.data.loader import load_rows, make_loader
+from trainer.data.loader import make_loader
 from trainer.data.rows import IGNORED
+from trainer.data.samples import load_samples
 from trainer.errors import EXIT_FAILED, UserError
 from trainer.launch import count_processes
 from trainer.observe import Observed, observe
@@ -79,9 +80,9 @@ def batches_for(resolved: Resolved, mesh: Mesh, n_steps: int) -> Iterator[Batch]
     them is made a document of its own: short sequences may lie within one.
     """
     config, vocab_size = resolved.config, resolved.architecture.vocab_size
-    rows = load_rows(config.data, config.training.seq_len, vocab_size=2**62)
+    samples = load_samples(config, vocab_size=2**62)
     loader = make_loader(
-        rows, config.data, config.training.global_batch_size, mesh.dp_index, resolved.layout.dp, first_step=1
+        samples, config.data, config.training.global_batch_size, mesh.dp_index, resolved.layout.dp, first_step=1
     )
     for batch in itertools.islice(loader, n_steps):
         tokens = batch["tokens"] % vocab_size

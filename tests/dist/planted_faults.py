@@ -90,8 +90,8 @@ def tied_weights_untied(resolved, mesh: Mesh):
 def data_rank_shifted(resolved, mesh: Mesh):
     original = loader.StepSampler.__init__
 
-    def init(self, order, global_batch_size, dp_index, dp, first_step):
-        original(self, order, global_batch_size, max(0, dp_index - 1), dp, first_step)
+    def init(self, global_batch_size, dp_index, dp, first_step):
+        original(self, global_batch_size, max(0, dp_index - 1), dp, first_step)
 
     return patch.object(loader.StepSampler, "__init__", init)
 

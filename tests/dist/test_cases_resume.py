@@ -20,7 +20,7 @@ from trainer import evaluate
 from trainer.build import build_model, build_train_step
 from trainer.checkpoint import Checkpointer, stored_tensors
 from trainer.config_rules import resolve_config
-from trainer.data.loader import RowOrder
+from trainer.data.order import RowOrder
 from trainer.hf_directory import read_json
 from trainer.hf_export import export_run
 from trainer.observe import digest, whole
@@ -49,7 +49,7 @@ def in_order(rows: torch.Tensor, n_steps: int, batch_size: int = 8, shuffle: boo
     """The global batch of each step as digests: epoch after epoch, each row once in each."""
     order, samples = RowOrder(len(rows), 0, shuffle), []
     while len(samples) < n_steps * batch_size:
-        epoch = order.epoch(len(samples) // len(rows)).tolist()
+        epoch = order.epoch(len(samples) // len(rows))
         assert sorted(epoch) == list(range(len(rows)))
         samples += [digest(rows[row]) for row in epoch]
     assert len(set(samples)) == len(rows)

@@ -8,11 +8,10 @@ import pytest
 
 from tests.dist.runs import records, run_config, run_training
 from tests.dist.test_command import SMALL, run
+from tests.tiny import tiny_config
 from trainer.checkpoint_folder import best_checkpoint, complete_checkpoints
-from trainer.config import Data
-from trainer.data.documents import source_of
-from trainer.data.loader import load_rows
 from trainer.data.rows import IGNORED
+from trainer.data.samples import load_validation_rows
 
 LAYOUTS = {
     "one": (1, {}),
@@ -85,7 +84,7 @@ def test_several_sets_each_and_all_together_token_by_token(ranks, tmp_path):
 
 def n_valid(path: str, seq_len: int = 32) -> int:
     """Labels that count, in the whole rows of a file in bytes, ends of documents included."""
-    rows = load_rows(Data(source=source_of(path), path=path, tokenizer="bytes"), seq_len, 300)
+    rows = load_validation_rows(tiny_config(data__path=path, training__seq_len=seq_len), 300)[""]
     return sum(int((rows[index]["labels"] != IGNORED).sum()) for index in range(len(rows)))
 
 

@@ -177,6 +177,9 @@ def test_b62_global_batch_not_divisible():
     assert "use 8" in rules(2, training__global_batch_size=4, training__micro_batch_size=4)
 
 
+MIXED = dict(data__sources__a__path="a.txt", data__sources__b__path="b.txt")
+
+
 @pytest.mark.parametrize(
     "world_size, keys, expected",
     [
@@ -200,7 +203,13 @@ def test_b62_global_batch_not_divisible():
         (1, dict(lr_schedule__decay="wsd", lr_schedule__decay_steps=95), "above the 100 steps"),
         (1, dict(compile__mode="reduce-overhead", compile__backend="aot_eager"), 'use compile.backend = "inductor"'),
         (1, dict(checkpoint__enabled="false", checkpoint__export_dir="x"), "checkpoint.export_dir is set, but"),
-        (1, dict(data__path="x.txt"), "data.path"),
+        (1, dict(data__path="x.txt", data__source="bundled"), 'is not read with data.source = "bundled"'),
+        (1, dict(data__path="x.txt", data__sources__a__path="a.txt"), "data.sources is instead of data.path"),
+        (1, dict(data__curriculum="[{step = 2, weights = {a = 1}}]"), "and there are none"),
+        (1, dict(data__sources__a__path="a.txt", data__sources__a__weight=0), "one must be above 0"),
+        (1, MIXED | dict(data__curriculum="[{step = 2, weights = {c = 1}}]"), 'no source "c"; data.sources has a, b'),
+        (1, MIXED | dict(data__curriculum="[{step = 5, weights = {}}, {step = 5, weights = {}}]"), "step 5 comes after step 5"),
+        (1, MIXED | dict(data__curriculum="[{step = 2, weights = {a = 0.12345678}}]"), "from step 2 on the weights are"),
         (1, dict(data__source="text"), "needs data.path"),
     ],
 )  # fmt: skip
@@ -233,3 +242,20 @@ def test_a_config_can_be_a_key():
     ]
     assert len(set(configs)) == 3 and configs[2] == load_config(None)
     assert load_config(None, [Override("validation.sets.a", "x.txt")]) in configs
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        (dict(data__sources__a__wait=3), "unknown key data.sources.a.wait; did you mean weight?"),
+        (dict(data__sources__a__weight="x"), 'data.sources.a.weight = "x"'),
+        (dict(data__sources__a__weight=2), "data.sources.a.path is missing"),
+        (dict(data__sources__a="x.txt"), "data.sources = {...}"),
+        (dict(data__curriculum="[{weights = {a = 1}}]"), "data.curriculum.0.step is missing"),
+        (dict(data__curriculum="3"), "data.curriculum = 3"),
+    ],
+)
+def test_faults_in_tables_below_a_section_are_named(keys, expected):
+    with pytest.raises(UserError) as caught:
+        overridden(**keys)
+    assert expected in caught.value.message(), caught.value.message()

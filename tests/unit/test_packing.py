@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from tests.tiny import tiny_config
-from trainer.config import Data
 from trainer.config_rules import resolve_config
-from trainer.data.loader import batches_in_order, load_rows, make_loader
+from trainer.data.loader import batches_in_order, make_loader
+from trainer.data.mixture import Mixture
 from trainer.data.packing import IsolatedRows, PackedRows, best_fit, pack, rows_of
 from trainer.data.rows import IGNORED, TokenRows
+from trainer.data.samples import Samples, load_validation_rows
+from trainer.data.stream import MemoryTokens, TokenStream
 from trainer.errors import UserError
 
 EOS = 0
@@ -23,6 +25,10 @@ def documents(lengths) -> tuple[np.ndarray, np.ndarray]:
     stream = np.arange(1, starts[-1] + 1, dtype=np.int32)
     stream[starts[1:] - 1] = EOS
     return stream, starts
+
+
+def of(stream: np.ndarray, starts: np.ndarray) -> TokenStream:
+    return TokenStream([MemoryTokens(stream, starts[:-1])])
 
 
 def drawn_lengths(seed: int, seq_len: int) -> np.ndarray:
@@ -37,7 +43,7 @@ CASES = [(seed, seq_len) for seed in range(4) for seq_len in (1, 2, 7, 32)]
 @pytest.mark.parametrize("seed, seq_len", CASES)
 def test_b65_b69_isolated_rows_are_the_plain_ones_with_borders(seed, seq_len):
     stream, starts = documents(drawn_lengths(seed, seq_len))
-    plain, isolated = TokenRows(stream, seq_len), IsolatedRows(stream, starts, seq_len)
+    plain, isolated = TokenRows(of(stream, starts), seq_len), IsolatedRows(of(stream, starts), seq_len)
     assert len(plain) == len(isolated) and plain.identity == isolated.identity
     first_tokens, seen = set(starts.tolist()), []
     for index in range(len(plain)):
@@ -57,7 +63,7 @@ def test_b65_b69_isolated_rows_are_the_plain_ones_with_borders(seed, seq_len):
 @pytest.mark.parametrize("seed, seq_len", CASES)
 def test_b65_b69_packed_rows_hold_every_label_once_and_whole_documents(seed, seq_len):
     stream, starts = documents(drawn_lengths(seed, seq_len))
-    rows, pieces = PackedRows(stream, starts, seq_len), []
+    rows, pieces = PackedRows(of(stream, starts), seq_len), []
     n_labels = 0
     for index in range(len(rows)):
         row = rows[index]
@@ -122,8 +128,8 @@ def test_packing_many_documents():
 def test_what_has_no_pair_of_tokens_is_nothing():
     stream, starts = documents([1, 1])
     with pytest.raises(UserError, match="my.key has no document of two tokens or more"):
-        PackedRows(stream, starts, 8, "my.key")
-    rows = PackedRows(*documents([1, 3, 1]), 8)
+        PackedRows(of(stream, starts), 8, "my.key")
+    rows = PackedRows(of(*documents([1, 3, 1])), 8)
     assert len(rows) == 1 and rows[0]["labels"].tolist() == [3, EOS] + [IGNORED] * 6
 
 
@@ -140,8 +146,8 @@ def jsonl(tmp_path, n=50):
 )
 def test_b67_rows_of_a_file_are_as_the_config_says(tmp_path, packing, isolated, kind):
     path, texts = jsonl(tmp_path)
-    data = Data(source="jsonl", path=path, tokenizer="bytes", packing=packing, isolate_documents=isolated)
-    rows = load_rows(data, seq_len=32, vocab_size=300)
+    config = tiny_config(data__path=path, data__packing=f'"{packing}"', data__isolate_documents=isolated)
+    rows = load_validation_rows(config, vocab_size=300)[""]
     assert type(rows) is kind and rows.identity["tokens"] == sum(len(text) + 1 for text in texts)  # empty ones add none
     if kind is PackedRows:  # each document's letters, and its end
         seen = [bytes(rows[i]["tokens"].tolist()).replace(b"\0", b"") for i in range(len(rows))]
@@ -152,12 +158,13 @@ def test_b67_rows_of_a_file_are_as_the_config_says(tmp_path, packing, isolated, 
 def test_b26_b30_b32_batches_depend_on_the_step_alone(tmp_path, packing):
     """At any dp, from any step on, with workers or without, over the end of an epoch; and in file order."""
     config = tiny_config(data__packing=f'"{packing}"', data__isolate_documents=True, data__workers=0)
-    rows = rows_of(config.data, *documents(drawn_lengths(0, 16)), 16)
-    whole = iter(make_loader(rows, config.data, 8, 0, 1, first_step=1))
+    rows = rows_of(config.data, of(*documents(drawn_lengths(0, 16))), 16)
+    samples = Samples({"": rows}, Mixture([(0, [1])]), seed=0, shuffle=True)
+    whole = iter(make_loader(samples, config.data, 8, 0, 1, first_step=1))
     expected = [next(whole) for _ in range(2 * len(rows) // 8 + 2)]
     for dp, first_step, workers in ((2, 1, 0), (4, 3, 0), (2, 5, 2)):
         data = config.data.model_copy(update={"workers": workers})
-        shares = [iter(make_loader(rows, data, 8, index, dp, first_step)) for index in range(dp)]
+        shares = [iter(make_loader(samples, data, 8, index, dp, first_step)) for index in range(dp)]
         for want in expected[first_step - 1 :]:
             parts = [next(share) for share in shares]
             for key in ("tokens", "labels", "positions"):

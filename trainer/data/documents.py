@@ -1,72 +1,265 @@
-"""Reading documents out of files."""
+"""Reading documents out of files, as a stream: a line, or a piece of a text, is all that is in memory. Loads no torch."""
 
+import contextlib
+import glob
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer.data.hugging_face import entries, state_of_dataset
+from trainer.data.remote import expand_remote, is_remote, open_remote, remote_size, state_of_remote
 from trainer.data.tokenizer import ASSETS
 from trainer.errors import UserError
 
 BUNDLED_TEXT = ASSETS / "pride_and_prejudice.txt.gz"
+PIECE_BYTES = 1 << 20  # of a text that is read at once
+
+# A document, or a piece of one; and whether the document ends with it.
+Piece = tuple[str, bool]
 
 
-def source_of(path: str) -> str:
-    """What a file holds, by its name: "jsonl" or "text"."""
-    return "jsonl" if path.removesuffix(".gz").endswith(".jsonl") else "text"
+def documents_in(name: str) -> str:
+    """How a file holds documents, by its name: "jsonl", "parquet", "text" or "hf"."""
+    if is_dataset(name):
+        return "hf"
+    name = name.removesuffix(".gz").removesuffix(".zst")
+    if name.endswith((".jsonl", ".ndjson", ".json")):
+        return "jsonl"
+    return "parquet" if name.endswith(".parquet") else "text"
 
 
-def read_documents(source: str, path: str | None, key: str = "data.path") -> Iterator[str]:
-    """The documents of a data source in file order: a text file is one, a JSONL file one a line.
+def is_dataset(path: str) -> bool:
+    """Whether it is a Hugging Face data set, by its name or by what its folder holds."""
+    return path.startswith("hf://") or (Path(path) / "dataset_info.json").is_file()
 
-    Empty documents are left out. Raises ``UserError`` naming ``key`` and the file, and the line where there is one.
+
+@dataclass
+class BadLines:
+    """What to do about a line that cannot be read: an error by default, or skip and count."""
+
+    skip: bool = False
+    n_skipped: int = 0
+    examples: list[str] = field(default_factory=list)  # the first few
+
+    def found(self, problem: str) -> None:
+        if not self.skip:
+            raise UserError(problem)
+        self.n_skipped += 1
+        if len(self.examples) < 3:
+            self.examples.append(problem)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file, or the lines of a plain JSONL file that begin at bytes ``first`` ... ``last - 1``."""
+
+    path: str
+    kind: str  # as from ``documents_in``
+    first: int = 0
+    last: int | None = None
+
+
+def read_documents(part: Part, bad: BadLines, text_field: str = "text") -> Iterator[Piece]:
+    """The documents of a part in file order: a text file is one, a JSONL file one a line, a parquet file one a row.
+
+    Empty documents are left out. Raises ``UserError`` naming the file, and line and byte where there are any.
     """
-    file = check_source(source, path, key)
-    content = _read_bytes(file, key)
-    if not content.strip():
-        raise UserError(f"{key} = {str(file)!r}: the file is empty")
-    documents = _json_lines(file, content) if source == "jsonl" else [_decode(file, content)]
-    return (document for document in documents if document)
-
-
-def check_source(source: str, path: str | None, key: str = "data.path") -> Path:
-    """The file of a data source, without reading it. Raises ``UserError`` if it is missing or empty."""
-    file = BUNDLED_TEXT if source == "bundled" else Path(path)
-    if not file.is_file():
-        raise UserError(f"{key} = {str(file)!r}: {'is not a file' if file.exists() else 'no such file'}")
-    if file.stat().st_size == 0:
-        raise UserError(f"{key} = {str(file)!r}: the file is empty")
-    return file
-
-
-def _read_bytes(file: Path, key: str) -> bytes:
     try:
-        return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        if part.kind == "jsonl":
+            yield from _lines(part, bad, text_field)
+        elif part.kind == "text":
+            yield from _text(part.path, bad)
+        else:
+            rows = _parquet_rows if part.kind == "parquet" else entries
+            for number, text in enumerate(rows(part.path, text_field), 1):
+                try:
+                    text = _checked(text, f"expected a string in {text_field!r}, not {text!r}")
+                except ValueError as error:
+                    bad.found(f"{part.path}, row {number}: {error}")
+                    text = ""
+                if text:
+                    yield text, True
+    except UserError:
+        raise
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{key} = {str(file)!r}: cannot be read: {error}") from None
+        raise UserError(f"{part.path}: cannot be read: {error}") from None
 
 
-def _decode(file: Path, content: bytes, line: int | None = None) -> str:
+def _open(path: str) -> contextlib.AbstractContextManager[io.BufferedIOBase]:
+    """The file's bytes, unpacked."""
+    raw = open_remote(path) if is_remote(path) else Path(path).open("rb")
+    if path.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)
+    if path.endswith(".zst"):
+        return io.BufferedReader(_zstandard().ZstdDecompressor().stream_reader(raw, read_across_frames=True), 1 << 20)
+    return raw
+
+
+def expand(pattern: str, key: str) -> list[str]:
+    """The files that a name or pattern stands for, sorted. Raises ``UserError`` if there are none."""
+    if is_dataset(pattern):
+        found = [pattern]
+    elif is_remote(pattern):
+        found = expand_remote(pattern)
+    elif Path(pattern).exists():
+        found = [pattern]
+    else:
+        found = sorted(name for name in glob.glob(pattern, recursive=True) if Path(name).is_file())
+    if not found:
+        raise UserError(f"{key} = {pattern!r}: no such file")
+    return found
+
+
+def size_of(path: str) -> int:
+    """In bytes; 0 for a data set, whose size only its reading would tell."""
+    if is_dataset(path):
+        return 0
+    return remote_size(path) if is_remote(path) else Path(path).stat().st_size
+
+
+def state_of(path: str) -> str:
+    """What changes when a file does, without reading it: its size and its time, or what a remote system calls its version."""
+    if is_dataset(path):
+        return state_of_dataset(path)
+    if is_remote(path):
+        return state_of_remote(path)
+    state = Path(path).stat()
+    return f"{state.st_size}/{state.st_mtime_ns}"
+
+
+def _zstandard():
     try:
-        return content.decode("utf-8-sig" if line in (None, 1) else "utf-8")
+        import zstandard
+    except ImportError:
+        raise UserError("a .zst file needs the extra data: pip install 'meshloom[data]'") from None
+    return zstandard
+
+
+def _lines(part: Part, bad: BadLines, text_field: str) -> Iterator[Piece]:
+    """Split at newlines alone: ``str.splitlines`` would also cut at U+2028 inside a string."""
+    with _unpacking(part.path), _open(part.path) as file:
+        offset, number = part.first, 1
+        if part.first:  # a line belongs to the part in which it begins
+            file.seek(part.first - 1)
+            offset += len(file.readline()) - 1
+            number = None  # counted only if it has to be told
+        while part.last is None or offset < part.last:
+            raw = file.readline()
+            if not raw:
+                return
+            try:
+                text = _text_of_line(raw, text_field, is_first=offset == 0)
+            except ValueError as error:
+                line = number or _count_lines(part.path, offset)
+                bad.found(f"{part.path}:{line}, byte {offset}: {error}")
+                text = ""
+            if text:
+                yield text, True
+            offset, number = offset + len(raw), number and number + 1
+
+
+def _text_of_line(raw: bytes, text_field: str, is_first: bool) -> str:
+    """The text of one line of JSONL, "" for a blank line. Raises ``ValueError``."""
+    raw = raw.removeprefix(b"\xef\xbb\xbf") if is_first else raw
+    if not raw.strip():
+        return ""
+    try:
+        entry = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        where = f"{file}:{line}" if line else f"{file}, byte {error.start}"
-        raise UserError(f"{where}: not valid UTF-8 ({error.reason})") from None
+        raise ValueError(f"not valid UTF-8 ({error.reason} at byte {error.start} of the line)") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"not one JSON object a line ({error})") from None
+    text = entry.get(text_field) if isinstance(entry, dict) else None
+    return _checked(text, f'expected {{"{text_field}": "..."}}')
 
 
-def _json_lines(file: Path, content: bytes) -> Iterator[str]:
-    # Split on newlines alone: str.splitlines would also cut at U+2028 inside a string.
-    for number, raw in enumerate(content.split(b"\n"), 1):
-        if not raw.strip():
-            continue
+def _checked(text, expected: str) -> str:
+    if not isinstance(text, str):
+        raise ValueError(expected)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # JSON can spell half a UTF-16 pair
+        raise ValueError("a lone surrogate, which is not a character") from None
+    return text
+
+
+def _count_lines(path: str, offset: int) -> int:
+    """The number, from 1, of the line that begins at a byte."""
+    number = 1
+    with _open(path) as file:
+        while offset > 0:
+            content = file.read(min(offset, 1 << 24))
+            number, offset = number + content.count(b"\n"), offset - len(content)
+    return number
+
+
+def _text(path: str, bad: BadLines) -> Iterator[Piece]:
+    """A whole file as one document, in pieces that end with a line.
+
+    Cut where a single newline stands between two that are no white space: there the usual pre-tokenizers (GPT-2, Llama 3,
+    Qwen) cut as well, so that the tokens are those of the whole. Only 16 MiB without such a place are cut anywhere.
+    """
+    rest, offset = b"", 0
+    with _unpacking(path), _open(path) as file:
+        while content := file.read(PIECE_BYTES):
+            rest += content if offset or rest else content.removeprefix(b"\xef\xbb\xbf")
+            if cut := _last_cut(rest):
+                yield _decoded(path, rest[:cut], offset, bad), False
+                rest, offset = rest[cut:], offset + cut
+    text = _decoded(path, rest, offset, bad)
+    if offset or text.strip():
+        yield text, True
+
+
+def _last_cut(content: bytes) -> int:
+    """Behind the last lone newline; 0 if there is none, and the content is not too long to wait for one."""
+    at = len(content) - 4  # a whole character behind it
+    while (at := content.rfind(b"\n", 4, at)) > 0:
+        before, behind = (content[a : a + 4].decode("utf-8", "ignore") for a in (at - 4, at + 1))
+        if not before[-1:].isspace() and not behind[:1].isspace():
+            return at + 1
+    if len(content) < 16 * PIECE_BYTES:
+        return 0
+    at = len(content) - 4
+    while content[at] & 0xC0 == 0x80:  # within a character
+        at -= 1
+    return content.rfind(b" ", len(content) // 2) if b" " in content[len(content) // 2 :] else at
+
+
+def _decoded(path: str, content: bytes, offset: int, bad: BadLines) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        bad.found(f"{path}, byte {offset + error.start}: not valid UTF-8 ({error.reason})")
+        return content.decode("utf-8", errors="ignore")
+
+
+def _parquet_rows(path: str, text_field: str) -> Iterator:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{path}: a parquet file needs the extra data: pip install 'meshloom[data]'") from None
+    with open_remote(path) if is_remote(path) else Path(path).open("rb") as file:
         try:
-            entry = json.loads(_decode(file, raw, number))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise UserError(f"{file}:{number}: not one JSON object a line ({error})") from None
-        text = entry.get("text") if isinstance(entry, dict) else None
-        if not isinstance(text, str):
-            raise UserError(f'{file}:{number}: expected {{"text": "..."}}')
-        if any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON can spell half a UTF-16 pair
-            raise UserError(f"{file}:{number}: a lone surrogate, which is not a character")
-        yield text
+            table = pyarrow.parquet.ParquetFile(file)
+            if text_field not in table.schema_arrow.names:
+                raise UserError(f"{path}: no column {text_field!r} (it has {', '.join(table.schema_arrow.names)})")
+            for batch in table.iter_batches(batch_size=256, columns=[text_field]):
+                yield from batch.column(0).to_pylist()
+        except pyarrow.ArrowException as error:
+            raise UserError(f"{path}: cannot be read: {error}") from None
+
+
+@contextlib.contextmanager
+def _unpacking(path: str):
+    """Give the fault of a damaged .zst the type that a damaged .gz has."""
+    faults = (_zstandard().ZstdError,) if path.endswith(".zst") else ()
+    try:
+        yield
+    except faults as error:
+        raise OSError(error) from None

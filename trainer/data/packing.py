@@ -1,10 +1,8 @@
 """Rows that know their documents: isolated from one another, or packed whole.
 
-Documents come as one flat stream of tokens, in memory or mapped, and where each starts in it: int64 [documents + 1],
-the last entry the stream's length. A document's last token is its end-of-text id.
+A document's last token is its end-of-text id.
 """
 
-import zlib
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
@@ -14,15 +12,16 @@ from torch.utils.data import Dataset
 
 from trainer.config import Data
 from trainer.data.rows import IGNORED, Rows, TokenRows, labels_of
+from trainer.data.stream import TokenStream
 from trainer.errors import UserError
 
 
-def rows_of(data: Data, stream: np.ndarray, starts: np.ndarray, seq_len: int, key: str = "data.path") -> Rows:
+def rows_of(data: Data, stream: TokenStream, seq_len: int, key: str = "data.path") -> Rows:
     """The rows of documents as ``[data]`` wants them. Raises ``UserError``, with ``key``, if there is not one."""
     if data.packing == "best_fit":
-        return PackedRows(stream, starts, seq_len, key)
+        return PackedRows(stream, seq_len, key)
     if data.isolate_documents:
-        return IsolatedRows(stream, starts, seq_len, key)
+        return IsolatedRows(stream, seq_len, key)
     return TokenRows(stream, seq_len, key)
 
 
@@ -33,16 +32,11 @@ class IsolatedRows(TokenRows):
     at the end-of-text token before it is IGNORED.
     """
 
-    def __init__(self, stream: np.ndarray, starts: np.ndarray, seq_len: int, key: str = "data.path"):
-        super().__init__(stream, seq_len, key)
-        self.starts = starts
-
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
         first = row * self.seq_len
-        tokens = torch.from_numpy(self.stream[first : first + self.seq_len + 1].astype(np.int64))
-        begin, end = np.searchsorted(self.starts, (first, first + self.seq_len + 1))
+        tokens = torch.from_numpy(self.stream.read(first, first + self.seq_len + 1))
         is_start = torch.zeros(self.seq_len + 1, dtype=torch.bool)
-        is_start[torch.from_numpy(self.starts[begin:end] - first)] = True
+        is_start[torch.from_numpy(self.stream.starts_in(first, first + self.seq_len + 1) - first)] = True
         labels = labels_of(tokens, trained=~is_start)
         return {"tokens": tokens[:-1], "labels": labels, "positions": positions_after(is_start[:-1])}
 
@@ -138,17 +132,17 @@ class PackedRows(Dataset):
     What is left of a row is 0, IGNORED and a document of its own.
     """
 
-    def __init__(self, stream: np.ndarray, starts: np.ndarray, seq_len: int, key: str = "data.path"):
+    def __init__(self, stream: TokenStream, seq_len: int, key: str = "data.path"):
         self.stream = stream
         self.seq_len = seq_len
-        self.packing = pack(starts, seq_len)
+        self.packing = pack(np.append(stream.document_starts(), len(stream)), seq_len)
         if not len(self):
             raise UserError(f"the text of {key} has no document of two tokens or more: use a longer text")
 
     @property
     def identity(self) -> dict[str, int]:
         """As of ``TokenRows``."""
-        return {"tokens": len(self.stream), "crc32": zlib.crc32(np.ascontiguousarray(self.stream))}
+        return self.stream.identity
 
     @property
     def share_filled(self) -> float:
@@ -165,10 +159,18 @@ class PackedRows(Dataset):
         is_start = torch.zeros_like(tokens, dtype=torch.bool)
         for piece in range(packing.row_starts[row], packing.row_starts[row + 1]):
             first, n_inputs = packing.first[piece], packing.n_inputs[piece]
-            of_piece = torch.from_numpy(self.stream[first : first + n_inputs + 1].astype(np.int64))
+            of_piece = torch.from_numpy(self.stream.read(int(first), int(first + n_inputs) + 1))
             place = slice(filled, filled + int(n_inputs))
             tokens[place], labels[place] = of_piece[:-1], labels_of(of_piece)
             is_start[filled] = True
             filled = place.stop
         is_start[filled:][:1] = True
         return {"tokens": tokens, "labels": labels, "positions": positions_after(is_start)}
+
+    def documents(self, row: int) -> list[tuple[int, int]]:
+        """As of ``Rows``."""
+        found, filled = [], 0
+        for piece in range(self.packing.row_starts[row], self.packing.row_starts[row + 1]):
+            found.append((filled, self.stream.document_of(int(self.packing.first[piece]))))
+            filled += int(self.packing.n_inputs[piece])
+        return found if filled == self.seq_len else [*found, (filled, -1)]

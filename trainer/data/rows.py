@@ -1,14 +1,12 @@
 """A stream of tokens cut into training rows."""
 
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.stream import TokenStream
 from trainer.errors import UserError
 
 IGNORED = -100  # a label that does not count; torch's default ignore_index
@@ -17,6 +15,7 @@ IGNORED = -100  # a label that does not count; torch's default ignore_index
 class Rows(Protocol):
     """Training rows. A row is a dict of int64 [S]: "tokens", "labels", and "positions" where documents are isolated."""
 
+    stream: TokenStream
     seq_len: int
 
     @property
@@ -28,6 +27,9 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]: ...
+
+    def documents(self, row: int) -> list[tuple[int, int]]:
+        """(place in the row, number of the document) of each document in a row's S inputs, in order; number -1: padding."""
 
 
 def model_inputs(entry: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -54,7 +56,7 @@ class TokenRows(Dataset):
     token but the first is a label exactly once. A last, shorter row is dropped.
     """
 
-    def __init__(self, stream: np.ndarray, seq_len: int, key: str = "data.path"):
+    def __init__(self, stream: TokenStream, seq_len: int, key: str = "data.path"):
         self.stream = stream
         self.seq_len = seq_len
         self.n_rows = (len(stream) - 1) // seq_len
@@ -66,8 +68,8 @@ class TokenRows(Dataset):
 
     @property
     def identity(self) -> dict[str, int]:
-        """What tells this stream from another: number of tokens and checksum."""
-        return {"tokens": len(self.stream), "crc32": zlib.crc32(np.ascontiguousarray(self.stream))}
+        """What tells this data from other data."""
+        return self.stream.identity
 
     @property
     def share_filled(self) -> float:
@@ -79,18 +81,11 @@ class TokenRows(Dataset):
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
         first = row * self.seq_len
-        tokens = torch.from_numpy(self.stream[first : first + self.seq_len + 1].astype(np.int64))
+        tokens = torch.from_numpy(self.stream.read(first, first + self.seq_len + 1))
         return {"tokens": tokens[:-1], "labels": labels_of(tokens)}
 
-
-def token_stream(documents: Iterable[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """All documents as one int32 stream, each followed by the end-of-text id; and where each starts in it.
-
-    The starts are int64 [documents + 1], the last one the stream's length.
-    """
-    pieces, lengths = [], [0]
-    for document in documents:
-        pieces += [tokenizer.encode(document), np.array([tokenizer.eos_id], dtype=np.int32)]
-        lengths.append(len(pieces[-2]) + 1)
-    stream = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
-    return stream, np.cumsum(lengths, dtype=np.int64)
+    def documents(self, row: int) -> list[tuple[int, int]]:
+        """(place in the row, number of the document) of each document in a row's S inputs, in order."""
+        first = row * self.seq_len
+        starts = self.stream.starts_in(first + 1, first + self.seq_len)
+        return [(place, self.stream.document_of(first + place)) for place in [0, *(starts - first).tolist()]]

@@ -1,7 +1,13 @@
-"""Text to token ids."""
+"""Text to token ids.
+
+A document becomes ``[BOS] tokens EOS``. BOS only where the tokenizer itself puts one before a text, as Llama 3's does and
+Qwen's does not; EOS always: a tokenizer without one is refused. What looks like a special token in a text is text.
+"""
 
 import hashlib
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,13 +19,17 @@ ASSETS = Path(__file__).resolve().parent.parent.parent / "assets"
 
 
 class Tokenizer(Protocol):
-    """``n_ids``: ids are 0 ... n_ids - 1. ``eos_id``: put after each document."""
+    """``n_ids``: ids are 0 ... n_ids - 1. ``bos_ids``, ``eos_id``: put before and after each document."""
 
     n_ids: int
+    bos_ids: list[int]
     eos_id: int
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of ``text``, int32 [n], without special tokens."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """``encode`` of each, on as many threads as the library takes."""
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of ``text`` with the special tokens that the tokenizer puts before a text, if any."""
@@ -27,15 +37,22 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str:
         """The text of ``ids``, without special tokens."""
 
+    def show(self, ids: list[int]) -> str:
+        """The text of ``ids``, special tokens by name, for a reader."""
+
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0-255, and 256 for the end of a document. Needs no file."""
 
     n_ids = 257
+    bos_ids: list[int] = []
     eos_id = 256
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
 
     def encode_prompt(self, text: str) -> list[int]:
         return self.encode(text).tolist()
@@ -43,11 +60,16 @@ class ByteTokenizer:
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
+    def show(self, ids: list[int]) -> str:
+        return b"".join(bytes([i]) if i < 256 else b"<end>" for i in ids).decode("utf-8", errors="replace")
+
 
 class HuggingFaceTokenizer:
     """A ``tokenizer.json``, and the end-of-text token that ``tokenizer_config.json`` beside it names."""
 
     def __init__(self, path: Path):
+        # Said aloud, the library does not warn of loader workers that fork later, and use no tokenizer.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         import tokenizers
 
         try:
@@ -63,6 +85,14 @@ class HuggingFaceTokenizer:
                 'put {"eos_token": "..."} into a tokenizer_config.json beside it'
             )
         self.eos_id = vocabulary[name]
+        self.bos_ids = self._put_before(self._tokenizer)
+
+    @staticmethod
+    def _put_before(tokenizer) -> list[int]:
+        """The special tokens that the tokenizer puts before a text; what it puts after one is EOS's business."""
+        plain, whole = (tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+        n_before = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), 0) if plain else 0
+        return whole[:n_before]
 
     @staticmethod
     def _eos_name(config: Path, vocabulary: dict[str, int]) -> str | None:
@@ -78,13 +108,22 @@ class HuggingFaceTokenizer:
         return token or next((name for name in usual if name in vocabulary), None)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        self._tokenizer.encode_special_tokens = True  # a text that spells "<|endoftext|>" has not ended
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def encode_prompt(self, text: str) -> list[int]:
+        self._tokenizer.encode_special_tokens = False  # a prompt may be a chat template's
         return self._tokenizer.encode(text).ids
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids)
+
+    def show(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def tokenizer_file(name_or_path: str) -> Path | None:

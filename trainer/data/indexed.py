@@ -1,0 +1,142 @@
+"""The indexed token files of Megatron: ``NAME.bin`` holds token ids end to end, ``NAME.idx`` where each sequence begins.
+
+The format, version 1, little-endian, without padding::
+
+    magic "MMIDIDX\\0\\0"   version u64 = 1    dtype code u8     n_sequences u64    n_entries u64
+    lengths int32 [n_sequences]               tokens of each sequence
+    pointers int64 [n_sequences]              where each begins in the .bin, in bytes
+    document_indices int64 [n_entries]        the first sequence of each document, and at the end n_sequences
+
+Loads no torch.
+"""
+
+import os
+import struct
+import zlib
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from trainer.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floats
+_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+
+
+def dtype_for(n_ids: int) -> np.dtype:
+    """The smallest dtype that holds ids 0 ... n_ids - 1 and that Megatron, too, writes: uint16 or int32."""
+    return np.dtype(np.uint16 if n_ids <= 1 << 16 else np.int32)
+
+
+class IndexedWriter:
+    """Writes documents of one sequence each to ``PREFIX.bin`` and ``PREFIX.idx``: complete, or not there.
+
+    Keeps 4 bytes a document in memory.
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype):
+        self.prefix, self.dtype = prefix, np.dtype(dtype)
+        self.lengths, self.n_tokens = array("i"), 0
+        self.crc32 = self.index_crc32 = 0  # of the two files, as they are written
+        self._bin = _beside(prefix, ".bin.tmp").open("wb", buffering=1 << 20)
+
+    def add(self, pieces: Iterable[np.ndarray]) -> None:
+        """Append one document, given as the pieces of its token ids."""
+        n_tokens = 0
+        for piece in pieces:
+            content = piece.astype(self.dtype, copy=False).tobytes()
+            self.crc32 = zlib.crc32(content, self.crc32)
+            self._bin.write(content)
+            n_tokens += len(piece)
+        if n_tokens >= 1 << 31:
+            raise UserError(f"{self.prefix}: a document of {n_tokens:,} tokens: the index holds 2**31 - 1 at most")
+        self.lengths.append(n_tokens)
+        self.n_tokens += n_tokens
+
+    def finish(self) -> None:
+        """Write the index, and give both files their names."""
+        _sync_and_close(self._bin)
+        lengths = np.frombuffer(self.lengths, dtype=np.int32)
+        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+        with _beside(self.prefix, ".idx.tmp").open("wb") as file:
+            n = len(lengths)
+            starts = np.concatenate(([0], ends))[:n]
+            columns = (lengths, starts.astype(np.int64), np.arange(n + 1, dtype=np.int64))
+            for part in (_HEADER.pack(MAGIC, 1, _CODES[self.dtype], n, n + 1), *(c.tobytes() for c in columns)):
+                self.index_crc32 = zlib.crc32(part, self.index_crc32)
+                file.write(part)
+            _sync_and_close(file)
+        for suffix in (".bin", ".idx"):
+            os.replace(_beside(self.prefix, f"{suffix}.tmp"), _beside(self.prefix, suffix))
+
+    def discard(self) -> None:
+        """Leave nothing of what is not finished."""
+        self._bin.close()
+        for suffix in (".bin.tmp", ".idx.tmp"):
+            _beside(self.prefix, suffix).unlink(missing_ok=True)
+
+
+class IndexedTokens:
+    """One ``.bin`` and its ``.idx``, memory-mapped: opening it reads no more than the header."""
+
+    def __init__(self, prefix: Path):
+        self.prefix, self.name = prefix, f"{prefix}.bin"
+        self._open()
+
+    def _open(self) -> None:
+        index = _beside(self.prefix, ".idx")
+        try:
+            content = np.memmap(index, np.uint8, "r")
+            magic, version, code, n, n_entries = _HEADER.unpack(content[: _HEADER.size].tobytes())
+            n_bytes = _beside(self.prefix, ".bin").stat().st_size
+        except (OSError, ValueError, struct.error) as error:
+            raise UserError(f"{index}: cannot be read as the index of {self.name}: {error}") from None
+        if magic != MAGIC or version != 1:
+            raise UserError(f"{index}: not a Megatron index of version 1 (it begins with {magic!r}, version {version})")
+        if code not in _DTYPES:
+            raise UserError(f"{index}: dtype code {code} is none of integers ({', '.join(map(str, _DTYPES))})")
+        first, dtype = _HEADER.size, np.dtype(_DTYPES[code])
+        # A multimodal index has a byte a sequence behind it.
+        if n < 1 or n_entries < 1 or len(content) - (first + 12 * n + 8 * n_entries) not in (0, n):
+            raise UserError(f"{index}: {len(content):,} bytes do not hold {n:,} sequences and {n_entries:,} documents")
+        lengths = content[first : first + 4 * n].view("<i4")
+        self._pointers = content[first + 4 * n : first + 12 * n].view("<i8")
+        self._documents = content[first + 12 * n : first + 12 * n + 8 * n_entries].view("<i8")
+        if int(self._pointers[-1]) + int(lengths[-1]) * dtype.itemsize != n_bytes:
+            raise UserError(
+                f"{self.name}: {n_bytes:,} bytes are not what {index} describes: one of the two is of another file"
+            )
+        self.tokens = np.asarray(np.memmap(self.name, dtype, "r")) if n_bytes else np.zeros(0, dtype)
+        # The last entry is the end; some writers leave it out.
+        self.n_documents = n_entries - 1 if self._documents[-1] == n else n_entries
+
+    def starts(self, first: int = 0, last: int | None = None) -> np.ndarray:
+        """Where documents ``first`` ... ``last - 1`` begin, in tokens: int64."""
+        return (
+            self._pointers[self._documents[first : self.n_documents if last is None else last]] // self.tokens.itemsize
+        )
+
+    def document_at(self, token: int) -> int:
+        """The first document that begins at ``token`` or behind it; O(log documents)."""
+        low, high = 0, self.n_documents
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self.starts(middle, middle + 1)[0] < token else (low, middle)
+        return low
+
+    def __reduce__(self):  # to a loader worker goes the name, not the content
+        return IndexedTokens, (self.prefix,)
+
+
+def _beside(prefix: Path, suffix: str) -> Path:
+    return prefix.with_name(prefix.name + suffix)
+
+
+def _sync_and_close(file) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

@@ -1,0 +1,39 @@
+"""``prepare``: from files to a folder of memory-mapped shards that any number of runs train from. Loads no torch."""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from trainer.data.documents import expand
+from trainer.data.prepare import prepare
+from trainer.errors import EXIT_STOPPED, UserError
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print what was made. Raises ``UserError``."""
+    n_workers = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
+    if n_workers < 1:
+        raise UserError(f"--workers {n_workers}: at least 1 is needed")
+    paths = list(dict.fromkeys(path for pattern in options.input for path in expand(pattern, "--input")))
+    start = time.perf_counter()
+    try:
+        manifest = prepare(
+            paths, options.tokenizer, Path(options.out), n_workers, options.text_field, options.bad_lines == "skip"
+        )
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on with what is left", file=sys.stderr)
+        return EXIT_STOPPED
+    except OSError as error:
+        raise UserError(f"--out {options.out} cannot be written: {error}") from None
+    elapsed_s = time.perf_counter() - start
+    print(
+        f"{manifest['tokens']:,} tokens of {manifest['documents']:,} documents in {len(manifest['shards'])} shards, "
+        f"{manifest['dtype']}, {elapsed_s:.1f} s"
+    )
+    if manifest["skipped_lines"]:
+        print(f"{manifest['skipped_lines']:,} bad lines skipped, such as")
+        print("\n".join(f"  {line}" for line in manifest["skipped_examples"]))
+    print(f"train from it: --data.path={options.out} --data.tokenizer={options.tokenizer}")
+    return 0
