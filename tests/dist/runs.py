@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from parallelize.grad_norm import local_tensor
 from parallelize.mesh import Mesh
 from tests.dist.parity import CPU, as_numpy
 from tests.dist.pool import mesh_of
@@ -111,8 +112,8 @@ def _poison(step, seen, at_steps: int | tuple[int, ...], rank: int, value: float
         loss = original(*batch)
         calls["n"] += 1
         if calls["n"] in at_steps and torch.distributed.get_rank() == rank:
-            first = next(p for p in seen["named"].values() if p.grad.to_local().numel())
-            first.grad.to_local().view(-1)[0] = value
+            first = next(p for p in seen["named"].values() if local_tensor(p.grad).numel())
+            local_tensor(first.grad).view(-1)[0] = value
         return loss
 
     step.forward_backward = forward_backward

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from models.rotary import rotary_table
+from parallelize.grad_norm import local_tensor
 from tests.dist.parity import CPU
 from tests.dist.pool import mesh_of
 from tests.dist.runs import records, refused, run_config, run_training
@@ -20,7 +21,7 @@ def local_and_whole(config, world_size: int) -> dict:
     """name -> (this rank's shard, the whole parameter) right after building."""
     resolved = resolve_config(config, world_size)
     named = build_model(resolved, mesh_of(resolved.layout), CPU).named
-    return {name: (p.to_local().detach().numpy().copy(), whole(p).numpy()) for name, p in named.items()}
+    return {name: (local_tensor(p).detach().numpy().copy(), whole(p).numpy()) for name, p in named.items()}
 
 
 @pytest.mark.parametrize("overrides", [{}, dict(parallel__tp=2)], ids=["fsdp2", "tp2"])
@@ -55,7 +56,7 @@ def tables_after_materialising(config, world_size: int) -> list:
     try:
         resolved = resolve_config(config, world_size)
         parts = build_model(resolved, mesh_of(resolved.layout), CPU).parts
-        assert all(torch.isfinite(p.to_local()).all() for part in parts for p in part.parameters())
+        assert all(torch.isfinite(local_tensor(p)).all() for part in parts for p in part.parameters())
         return [part.rotary_table.numpy() for part in parts]
     finally:
         torch.use_deterministic_algorithms(False)
