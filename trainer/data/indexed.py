@@ -24,6 +24,7 @@ from trainer.errors import UserError
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floats
+_PIECES_AT_ONCE = 4096
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
 
@@ -42,23 +43,33 @@ class IndexedWriter:
         self.prefix, self.dtype = prefix, np.dtype(dtype)
         self.lengths, self.n_tokens = array("i"), 0
         self.crc32 = self.index_crc32 = 0  # of the two files, as they are written
+        self._unwritten: list[np.ndarray] = []
         self._bin = _beside(prefix, ".bin.tmp").open("wb", buffering=1 << 20)
 
     def add(self, pieces: Iterable[np.ndarray]) -> None:
         """Append one document, given as the pieces of its token ids."""
         n_tokens = 0
         for piece in pieces:
-            content = piece.astype(self.dtype, copy=False).tobytes()
-            self.crc32 = zlib.crc32(content, self.crc32)
-            self._bin.write(content)
+            self._unwritten.append(piece)
             n_tokens += len(piece)
         if n_tokens >= 1 << 31:
             raise UserError(f"{self.prefix}: a document of {n_tokens:,} tokens: the index holds 2**31 - 1 at most")
         self.lengths.append(n_tokens)
         self.n_tokens += n_tokens
+        if len(self._unwritten) >= _PIECES_AT_ONCE or n_tokens >= _PIECES_AT_ONCE:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Documents are short, and each of these calls has its price."""
+        if self._unwritten:
+            content = np.concatenate(self._unwritten).astype(self.dtype).tobytes()
+            self.crc32 = zlib.crc32(content, self.crc32)
+            self._bin.write(content)
+            self._unwritten.clear()
 
     def finish(self) -> None:
         """Write the index, and give both files their names."""
+        self._flush()
         _sync_and_close(self._bin)
         lengths = np.frombuffer(self.lengths, dtype=np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize

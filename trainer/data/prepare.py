@@ -102,7 +102,8 @@ def tokenize(documents: Iterator[tuple[str, bool]], tokenizer: Tokenizer) -> Ite
     texts: list[str] = []
     ends: list[bool] = []
     bos, eos = (np.array(ids, dtype=np.int32) for ids in (tokenizer.bos_ids, [tokenizer.eos_id]))
-    document: list[np.ndarray] = [bos]
+    bos = [bos] if len(bos) else []
+    document: list[np.ndarray] = [*bos]
 
     def flush():
         nonlocal document
@@ -110,7 +111,7 @@ def tokenize(documents: Iterator[tuple[str, bool]], tokenizer: Tokenizer) -> Ite
             document.append(ids)
             if is_last:
                 yield [*document, eos]
-                document = [bos]
+                document = [*bos]
         texts.clear()
         ends.clear()
 
