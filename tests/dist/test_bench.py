@@ -46,7 +46,7 @@ def test_a_bench_is_stopped_killed_and_gone_on_with(tmp_path):
     cells = json.loads(result.stdout)["cells"]
     assert [cell["state"] for cell in cells] == ["done", "failed", "cannot run", "cannot run"]
     assert cells[0]["key"] == before["key"] and cells[0]["runs"] == before["runs"]
-    assert "not finite" in cells[1]["why"] and "console.log" in cells[1]["why"]
+    assert "stopped at step 2" in cells[1]["why"] and "nan" in cells[1]["why"] and "console.log" in cells[1]["why"]
     assert "training.global_batch_size = 9 is not a multiple" in cells[2]["why"] and cells[2]["runs"] == []
 
     (seen,) = cells[0]["runs"]
