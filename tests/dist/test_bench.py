@@ -56,7 +56,7 @@ def test_a_bench_is_stopped_killed_and_gone_on_with(tmp_path):
     row = curves_in(tmp_path / "b/hparams" / before["name"].replace("8-", "8,optimizer.lr=0.001-"))
     assert row["throughput/tokens_per_s"] == [(0, pytest.approx(sum(seen["tokens_per_s"]) / 2, rel=1e-5))]
     assert (tmp_path / "b/bench.png").read_bytes().startswith(b"\x89PNG")
-    assert not list((tmp_path / "b").rglob("step-*")), "a cell saves nothing"
+    assert not list((tmp_path / "b").rglob("checkpoints")), "a cell saves nothing"
 
 
 def test_a_layout_gets_its_processes(tmp_path):
