@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from parallelize.apply import Treatment, _prepare_block
+from parallelize.layout import Layout
 from trainer import bench as bench_command
 from trainer.bench import Results, measured
 from trainer.bench_matrix import cells_of, read_bench
@@ -214,7 +215,7 @@ class Block(nn.Linear):
 
 def test_the_mode_reaches_the_compiler():
     keys = ["--compile.enabled=true", "--compile.mode=reduce-overhead"]
-    treatment = treatment_of(load_config(None, split_overrides(keys)[1]), "cpu")
+    treatment = treatment_of(load_config(None, split_overrides(keys)[1]), Layout(), "cpu")
     assert isinstance(treatment, Treatment)
     options = _prepare_block(Block(1, 1), treatment).options
     assert options == {"backend": "inductor", "mode": "reduce-overhead", "fullgraph": True}
