@@ -65,6 +65,17 @@ class Block(nn.Module):
         return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
 
 
+class Head(nn.Linear):
+    """The last projection. With ``defers`` it gives (hidden, weight) to a loss that projects piece by piece."""
+
+    defers = False
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if self.defers:
+            return x_BSD, self.weight.view_as(self.weight)  # a view: FSDP2 puts a hook on what a module gives
+        return F.linear(x_BSD, self.weight)
+
+
 class Decoder(nn.Module):
     """Tokens int64 [B, S] to logits [B, S, V]; with positions int64 [B, S] each document of a row is on its own.
 
@@ -80,7 +91,7 @@ class Decoder(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = Head(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         self.register_buffer("rotary_table", torch.empty(0), persistent=False)

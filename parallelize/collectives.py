@@ -23,6 +23,16 @@ def _sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", mesh.get_group().group_name))
 
 
+def all_sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum over ranks, without a gradient."""
+    return _sum(x, mesh)
+
+
+def all_max(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The largest of the ranks' entries, without a gradient."""
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "max", mesh.get_group().group_name))
+
+
 class _GatherForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, mesh):

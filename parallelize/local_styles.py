@@ -146,7 +146,10 @@ def first_row(n_rows: int, mesh: DeviceMesh) -> int:
 
 
 class VocabParallelHead(LocalStyle):
-    """The last projection, whose rows are spread. Gives logits as a DTensor: sharded with ``loss_parallel``, else whole."""
+    """The last projection, whose rows are spread. Gives logits: a sharded DTensor with ``loss_parallel``, else whole.
+
+    Or, of a module that ``defers``, the whole hidden states and its rows.
+    """
 
     placements = {"weight": Shard(0)}
 
@@ -154,8 +157,10 @@ class VocabParallelHead(LocalStyle):
         self.sequence_parallel = sequence_parallel
         self.loss_parallel = loss_parallel
 
-    def forward(self, module: nn.Linear, mesh: DeviceMesh, x_BSD: torch.Tensor) -> torch.Tensor:
+    def forward(self, module: nn.Module, mesh: DeviceMesh, x_BSD: torch.Tensor):
         x_BSD = whole_stream(x_BSD, mesh, self.sequence_parallel)
+        if module.defers:
+            return x_BSD, _local(module.weight)
         local = F.linear(x_BSD, _local(module.weight))
         shape = (*local.shape[:-1], module.weight.shape[0])
         stride = torch.empty(shape, device="meta").stride()

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,13 +15,16 @@ from models.initialize import draw_slice, initial_std
 from parallelize.apply import ResolvedPlan, Treatment, parallelize_inside, parallelize_part, resolve_plan
 from parallelize.fsdp import Precision
 from parallelize.layout import Layout
+from parallelize.linear_cross_entropy import linear_cross_entropy
 from parallelize.local_model import LocalModel, collect, original_names
+from parallelize.local_styles import first_row
 from parallelize.materialize import fill_parameters, materialize
 from parallelize.mesh import Mesh
 from parallelize.pipeline import Pipeline, split_stage
 from parallelize.plan import decoder_plan
 from trainer.config import Config
 from trainer.config_rules import Resolved
+from trainer.data.rows import IGNORED
 from trainer.hf_directory import HfWeights
 from trainer.layout_rules import reshards
 from trainer.loss import TokenLoss
@@ -61,6 +65,7 @@ def build_meta_parts(resolved: Resolved, stage_indices: tuple[int, ...] = (0,)) 
     dtype = getattr(torch, config.precision.param)
     with torch.device("meta"):
         whole = Decoder(architecture, n_positions=config.training.seq_len).to(dtype)
+    whole.output.defers = defers_projection(config)
     plan = decoder_plan(
         sequence_parallel=config.parallel.sequence_parallel,
         loss_parallel=config.parallel.loss_parallel,
@@ -70,6 +75,11 @@ def build_meta_parts(resolved: Resolved, stage_indices: tuple[int, ...] = (0,)) 
     )
     parts = [split_stage(whole, plan, resolved.layers_per_stage, stage) for stage in stage_indices]
     return parts, resolve_plan(whole, plan)
+
+
+def defers_projection(config: Config) -> bool:
+    """Whether the loss projects piece by piece: of a vocabulary that is spread only where its logits may be."""
+    return config.training.loss_chunk_tokens > 0 and (config.parallel.tp == 1 or config.parallel.loss_parallel)
 
 
 def build_units(resolved: Resolved, mesh: Mesh, device_type: str) -> Decoder:
@@ -130,6 +140,14 @@ def build_model(
     return collect(parts, indices, resolved_plan.plan, mesh, ends)
 
 
+def token_loss(resolved: Resolved, mesh: Mesh) -> TokenLoss:
+    """The loss of a micro-batch, from logits or piece by piece from what comes before them."""
+    tp_mesh, vocab_size = mesh.axis("tp"), resolved.architecture.vocab_size
+    first_id = 0 if tp_mesh is None else first_row(vocab_size, tp_mesh)
+    piece = resolved.config.training.loss_chunk_tokens
+    return TokenLoss(partial(linear_cross_entropy, ignored=IGNORED, piece=piece, mesh=tp_mesh, first_id=first_id))
+
+
 def build_train_step(
     resolved: Resolved, model: LocalModel, mesh: Mesh, device: torch.device, **pipeline_options
 ) -> TrainStep:
@@ -143,7 +161,7 @@ def build_train_step(
         eps=section.eps,
         weight_decay=section.weight_decay,
     )
-    loss_fn = TokenLoss()
+    loss_fn = token_loss(resolved, mesh)
     if layout.pp == 1:
         micro_batches = InTurn(
             model, loss_fn, config.training.micro_batch_size, reduce_once=not reshards(config, layout)

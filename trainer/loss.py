@@ -33,18 +33,29 @@ def torchs_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 class TokenLoss:
     """``loss(logits [B, S, V], labels [B, S])``: this micro-batch's share of the step's mean loss.
 
+    In place of logits it takes (hidden [B, S, D], weight [V, D]), which ``projected`` computes the sum from.
+
     ``n_tokens`` holds the valid tokens of the whole global batch and is set before a step's first
     micro-batch. Because every micro-batch on every rank divides by the same number, shares add up to the
     mean over all tokens, and gradients add up with them, however the batch was cut. (An attribute and not
     an argument, since a pipeline schedule of torch before 2.13 passes none.)
     """
 
-    def __init__(self, summed: Callable[..., torch.Tensor] = summed_cross_entropy):
+    def __init__(
+        self,
+        projected: Callable[..., torch.Tensor] | None = None,
+        summed: Callable[..., torch.Tensor] = summed_cross_entropy,
+    ):
         self.n_tokens: torch.Tensor | None = None
+        self.projected = projected
         self.summed = summed
 
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = self.summed(logits.flatten(0, 1).float(), labels.flatten())
+    def __call__(self, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        if isinstance(output, tuple):
+            hidden, weight = output
+            loss = self.projected(hidden.flatten(0, 1), weight, labels.flatten())
+        else:
+            loss = self.summed(output.flatten(0, 1).float(), labels.flatten())
         if isinstance(loss, DTensor):  # sharded logits: the sum is already over the whole vocabulary
             loss = loss.to_local()
         return loss / self.n_tokens.clamp(min=1)

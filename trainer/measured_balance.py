@@ -57,7 +57,7 @@ def measure_units(resolved: Resolved, mesh: Mesh, device: torch.device) -> dict[
     part = build_units(small, mesh, device.type)
     allocate_units(part, device)
     with torch.device(device):
-        seconds = [run_unit(_seconds, unit, contextlib.nullcontext(), part, small) for unit in UNITS]
+        seconds = [run_unit(_seconds, unit, contextlib.nullcontext(), part, small, mesh) for unit in UNITS]
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return dict(zip(UNITS, slowest.tolist()))

@@ -14,7 +14,7 @@ from parallelize.planner.numbers import ElementBytes, Job, ModelNumbers, Shapes,
 from parallelize.planner.replay import Replay, action_orders, replay
 from parallelize.planner.step_time import StepTime, UnitTime, least_s, send_s, stage_times, step_time, unit_time
 from parallelize.schedules import schedule_of
-from trainer.build import precision_of
+from trainer.build import defers_projection, precision_of
 from trainer.config import Config
 from trainer.config_rules import layers_per_stage_of
 from trainer.errors import UserError
@@ -153,6 +153,7 @@ class Planner:
             elements=self.elements,
             sequence_parallel=config.parallel.sequence_parallel,
             loss_parallel=config.parallel.loss_parallel,
+            defers_projection=defers_projection(config),
         )
 
     def _choices(self) -> Iterator[Choice]:

@@ -68,6 +68,7 @@ def _continue(resolved: Resolved, device: torch.device, prompt: list[int], n_tok
         if damage := damage_in(Path(init_from)):
             raise UserError(*damage)
         read_tensors(Path(init_from), {f"model.{name}": local_tensor(p.detach()) for name, p in model.named.items()})
+    model.parts[0].output.defers = False  # logits are what is wanted here
     ids = list(prompt)
     with torch.no_grad():
         while len(ids) < len(prompt) + n_tokens:

@@ -123,6 +123,10 @@ def _pipeline_options(resolved: Resolved, mesh: Mesh) -> dict:
         if stage < n_stages - 1:
             return {"input_args": (takes,), "output_args": (hidden(),)}
         vocab = resolved.architecture.vocab_size
+        if defers_projection(config):
+            whole = torch.empty(batch, length, resolved.architecture.dim, dtype=compute, requires_grad=True)
+            weight = torch.empty(-(-vocab // layout.tp), resolved.architecture.dim, dtype=compute, requires_grad=True)
+            return {"input_args": (takes,), "output_args": (whole, weight)}
         if layout.tp == 1 or not config.parallel.loss_parallel:
             logits = torch.empty(batch, length, vocab, dtype=compute, requires_grad=True)
             return {"input_args": (takes,), "output_args": (logits,)}

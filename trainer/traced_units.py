@@ -22,10 +22,10 @@ from parallelize.mesh import Mesh
 from parallelize.planner.fake import fake_memory, fake_rank, gpu_kernels
 from parallelize.planner.numbers import LocalShape, Shapes, SplitTrace, UnitTrace
 from parallelize.planner.unit_trace import trace_split, trace_unit
-from trainer.build import build_units
+from trainer.build import build_units, token_loss
 from trainer.config import Config
 from trainer.config_rules import Resolved
-from trainer.loss import TokenLoss, torchs_cross_entropy
+from trainer.loss import torchs_cross_entropy
 
 UNITS = ("embedding", "block", "head")
 
@@ -88,7 +88,7 @@ class TracedUnits:
         with _fake_rank(tp) as (mode, mesh):
             resolved = _resolved(self.config, self.architecture, tp, "none", micro_batch_size)
             part = _fake_part(resolved, mode, mesh)
-            return {name: run_unit(trace_split, name, mode, part, resolved) for name in ("block", "head")}
+            return {name: run_unit(trace_split, name, mode, part, resolved, mesh) for name in ("block", "head")}
 
 
 _Job = tuple[int, str, int, bool]  # tp, recompute, micro-batch, whether it is of blocks or of the ends
@@ -117,7 +117,7 @@ def _trace(config: Config, architecture: DecoderConfig, jobs: list[_Job]) -> dic
             resolved = _resolved(config, architecture, *varied)
             part = _fake_part(resolved, mode, mesh)
             units = [name for name in UNITS if (name == "block") == blocks]
-            traced[job] = {name: run_unit(trace_unit, name, mode, part, resolved) for name in units}
+            traced[job] = {name: run_unit(trace_unit, name, mode, part, resolved, mesh) for name in units}
     return traced
 
 
@@ -210,7 +210,7 @@ def _tokens(mode: AbstractContextManager, resolved: Resolved) -> torch.Tensor:
         return torch.zeros(training.micro_batch_size, training.seq_len, dtype=torch.int64)
 
 
-def run_unit(trace: Callable, name: str, mode: AbstractContextManager, part: nn.Module, resolved: Resolved):
+def run_unit(trace: Callable, name: str, mode: AbstractContextManager, part: nn.Module, resolved: Resolved, mesh: Mesh):
     """``trace(mode, unit, run, inputs)`` for one unit of ``part``; mode: in which its inputs are made."""
     if name == "embedding":
         tokens = _tokens(mode, resolved)
@@ -220,7 +220,8 @@ def run_unit(trace: Callable, name: str, mode: AbstractContextManager, part: nn.
         block = part.layers["0"]
         return trace(mode, block, lambda: block(hidden, part.rotary_table), [hidden, part.rotary_table])
     labels, head = _tokens(mode, resolved), nn.ModuleList([part.norm, part.output])
-    loss_fn = TokenLoss(torchs_cross_entropy)
+    loss_fn = token_loss(resolved, mesh)
+    loss_fn.summed = torchs_cross_entropy
     with mode:
         loss_fn.n_tokens = torch.ones((), dtype=torch.int64)
     sharded = resolved.layout.tp > 1 and resolved.config.parallel.loss_parallel

@@ -86,7 +86,7 @@ def _composed(
     parameters = sharded * job.elements.param
     optimizer = 2 * parameters + _FLOAT32 * n_tensors  # two moments, and a step count for each tensor
     if job.layout.pp > 1:
-        moments = _pipelined(job, units, orders[pp_rank], job.logits_bytes(model.vocab_size))
+        moments = _pipelined(job, units, orders[pp_rank], job.output_bytes(model))
     elif job.reshard or (job.fsdp and job.n_microbatches == 1):
         moments = _in_turn(job, units[0])
     else:
@@ -174,7 +174,7 @@ def _in_turn(job: Job, units: list[Unit]):
 
 
 def _pipelined(job: Job, units: dict[int, list[Unit]], actions, output: int):
-    """Moments (gradients, gathered, activations, logits) of a schedule. output: bytes of a micro-batch's logits.
+    """Moments (gradients, gathered, activations, logits) of a schedule. output: bytes of what the last stage gives.
 
     Parameters are gathered as ``actions`` say, and gradients, which a stage's first backward makes, add up whole until
     the last micro-batch of a run.

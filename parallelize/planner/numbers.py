@@ -124,6 +124,7 @@ class Job:
     elements: ElementBytes
     sequence_parallel: bool = True
     loss_parallel: bool = True
+    defers_projection: bool = False
 
     @property
     def fsdp(self) -> bool:
@@ -160,10 +161,11 @@ class Job:
         spread = self.layout.tp if self.sequence_parallel else 1
         return self.micro_batch_size * (self.seq_len // spread) * dim * self.elements.compute
 
-    def logits_bytes(self, vocab_size: int) -> int:
-        """Of one micro-batch on one rank, in the compute dtype."""
+    def output_bytes(self, model: ModelNumbers) -> int:
+        """What the last stage gives of one micro-batch, on one rank: logits, or the hidden states before them."""
         spread = self.layout.tp if self.loss_parallel else 1
-        return self.micro_batch_size * self.seq_len * math.ceil(vocab_size / spread) * self.elements.compute
+        width = model.dim if self.defers_projection else math.ceil(model.vocab_size / spread)
+        return self.micro_batch_size * self.seq_len * width * self.elements.compute
 
     def units_of(self, stage: int) -> list[str]:
         """The stage's units in the order of the forward."""
