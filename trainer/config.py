@@ -160,9 +160,9 @@ class Training(Section):
         1.0, description="clip the gradient to this global 2-norm; 0: off"
     )
     loss_chunk_tokens: CountOrOff = Field(
-        1024,
+        0,
         description="tokens whose logits exist at once: loss and gradients are the same, of a large vocabulary "
-        "memory is not; 0: all of a micro-batch",
+        "memory is not (1024 is a good choice); 0: all of a micro-batch",
     )
     nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="on a loss or gradient that is inf or nan, whose update is never applied: stop, or go on"

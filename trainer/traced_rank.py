@@ -11,7 +11,7 @@ from parallelize.layout import Layout
 from parallelize.mesh import Mesh
 from parallelize.planner.fake import fake_memory, fake_rank, gpu_kernels, without_peers
 from parallelize.planner.recorder import Recorder
-from trainer.build import build_model, build_train_step
+from trainer.build import build_model, build_train_step, defers_projection
 from trainer.config_rules import Resolved
 from trainer.loss import torchs_cross_entropy
 from trainer.optimizer import create_state

@@ -52,6 +52,7 @@ LAYOUTS = {
     "pp2_dp2_tp2": (8, dict(parallel__pp=2, parallel__tp=2, model__tie_embeddings=True)),
     "pp2_recompute": (2, dict(parallel__pp=2, activation_checkpoint__mode="full")),
     "pp2_compile": (2, dict(parallel__pp=2, compile__enabled=True, compile__backend="aot_eager")),
+    "pp2_dp2_tp2_pieces": (8, dict(parallel__pp=2, parallel__tp=2, training__loss_chunk_tokens=10)),
     "dp2_tp2_pp2_isolated": (8, dict(parallel__pp=2, parallel__tp=2, data__isolate_documents=True)),
     **{f"pp2_{name}": (2, dict(parallel__pp=2, parallel__schedule=name, training__micro_batch_size=1)) for name in SCHEDULES},
 }  # fmt: skip

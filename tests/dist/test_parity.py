@@ -79,6 +79,24 @@ def test_schedule_from_a_file(ranks, tmp_path, name, tied):
     )  # fmt: skip
 
 
+PIECES = {
+    "one": (1, {}),
+    "dp2_recompute": (2, dict(activation_checkpoint__mode="full")),
+    "dp2_tp2": (4, dict(parallel__tp=2)),
+    "tp4_odd_vocabulary": (4, dict(parallel__tp=4, model__n_kv_heads=4, model__vocab_size=254)),
+    "tp2_no_loss_parallel": (2, dict(parallel__tp=2, parallel__loss_parallel=False)),
+    "pp2_dp2_tp2_tied": (8, dict(parallel__pp=2, parallel__tp=2, model__tie_embeddings=True)),
+    **{f"pp2_{name}": (2, dict(parallel__pp=2, parallel__schedule=name, training__micro_batch_size=1)) for name in SCHEDULES},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_loss_in_pieces(ranks, name):
+    """Of 10 tokens, which do not divide a micro-batch."""
+    world_size, overrides = PIECES[name]
+    check_parity(ranks, world_size, n_steps=2, mask="unequal", training__loss_chunk_tokens=10, **overrides)
+
+
 @pytest.mark.parametrize("world_size, micro_batch_size", [(1, 8), (1, 2), (2, 4), (2, 1)])
 def test_accumulation(ranks, world_size, micro_batch_size):
     check_parity(ranks, world_size, training__micro_batch_size=micro_batch_size)
