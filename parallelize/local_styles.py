@@ -18,6 +18,16 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from parallelize.collectives import gather, scatter_sum, sum_backward, sum_forward
 
 
+@functools.cache
+def _computing_locally(module_type: type) -> type:
+    """The module's type with the forward of its style. One for all modules of a type: torch.compile tells layers apart by it."""
+
+    def forward(self, *inputs):
+        return self.tp_style.forward(self, self.tp_mesh, *inputs)
+
+    return type(f"Local{module_type.__name__}", (module_type,), {"forward": forward})
+
+
 class LocalStyle(ParallelStyle):
     """Spreads a module's own parameters by ``placements``, and computes ``forward`` in place of the module's."""
 
@@ -27,7 +37,8 @@ class LocalStyle(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             spread = distribute_tensor(parameter, mesh, [self.placements[name]], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
-        module.forward = functools.partial(self.forward, module, mesh)
+        module.tp_style, module.tp_mesh = self, mesh
+        module.__class__ = _computing_locally(type(module))
         return module
 
     def forward(self, module: nn.Module, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,14 @@ Everything that can be known to be wrong is found here, before a process starts,
 import argparse
 import os
 import re
+import signal
 import socket
 import sys
 import tempfile
 from pathlib import Path
+
+if __name__ == "__main__":  # nothing is under way until main() listens: Ctrl-C ends this process without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from trainer.config import Config
 from trainer.config_load import key_help, load_config, split_overrides
