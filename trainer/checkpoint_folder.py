@@ -12,6 +12,7 @@ from pathlib import Path
 
 from models.decoder_config import DecoderConfig
 from trainer.config import Config, Data
+from trainer.config_load import with_rows_of_method
 from trainer.data.mixture import weights_by_step
 from trainer.data.tokenizer import digest_of
 from trainer.errors import UserError
@@ -20,7 +21,7 @@ STATE_FILE = "trainer_state.json"
 # What makes it the same run. The layout, the machine and the length may change at a resume.
 _IDENTITY = (
     "job.seed", "model", "data.seed", "data.shuffle", "data.packing", "data.isolate_documents",
-    "training.seq_len", "training.global_batch_size",
+    "data.too_long", "training.seq_len", "training.global_batch_size", "training.method",
 )  # fmt: skip
 
 
@@ -205,7 +206,8 @@ def check_same_run(folder: Path, config: Config, data: dict[str, int]) -> None:
     state = read_state(folder)
     saved, saved_tokenizer = state["config"], state["tokenizer"]
     now = json.loads(config.model_dump_json())
-    saved["data"] = Data().model_dump(mode="json") | saved["data"]  # an earlier version did not have every key
+    for section, keys in with_rows_of_method(Config()).model_dump(mode="json").items():
+        saved[section] = keys | saved.get(section, {})  # an earlier version did not have every key
     for tables in (saved, now):
         tables["model"].pop("hf_path", None)  # read at the start alone: the directory may have moved
     problems = []

@@ -84,7 +84,7 @@ class Model(Section):
     qk_norm: bool | None = Field(None, description="a norm over each query and key head")
 
 
-DataKind = Literal["auto", "text", "jsonl", "parquet", "prepared", "megatron", "nanogpt", "hf"]
+DataKind = Literal["auto", "text", "jsonl", "parquet", "prepared", "megatron", "nanogpt", "hf", "chat"]
 _PATH = (
     "text, .jsonl or .parquet, also .gz and .zst, also a pattern such as data/*.jsonl; a folder that prepare made; a .bin with or "
     "without .idx; hf://NAME; or a URL of these"
@@ -141,17 +141,33 @@ class Data(Section):
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="seed of the order of the rows")
     shuffle: bool = Field(True, description="draw a new order of the rows every epoch; false: in file order")
-    packing: Literal["concatenate", "best_fit"] = Field(
-        "concatenate",
-        description='how documents become rows: one after another, cut where a row ends; or whole, wherever they fit best: "best_fit"',
+    packing: Literal["concatenate", "best_fit"] | None = Field(
+        None,
+        description='how documents become rows: one after another, cut where a row ends; or whole, wherever they fit best: "best_fit" '
+        '(default: "best_fit" for sft and lora, else "concatenate")',
     )
-    isolate_documents: bool = Field(
-        False, description="attention does not cross the border of a document, and its positions start at 0"
+    isolate_documents: bool | None = Field(
+        None,
+        description="attention does not cross the border of a document, and its positions start at 0 (default: true for sft and lora)",
+    )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="file of the jinja template by which conversations become text (default: the tokenizer's own)",
+    )
+    too_long: Literal["error", "skip", "truncate"] = Field(
+        "error",
+        description="conversations longer than a row: stop and name them, leave them out, or leave out what is behind seq_len",
     )
     workers: CountOrOff = Field(0, description="loader processes per rank; 0: read in the training process")
 
 
 class Training(Section):
+    method: Literal["pretrain", "sft", "lora"] = Field(
+        "pretrain",
+        description="learn all of a text; or the assistant's part of conversations (sft); or either, in low-rank adapters "
+        "beside frozen weights (lora)",
+    )
     steps: Count = Field(100, description="optimizer steps of the whole run")
     seq_len: Length = Field(128, description="tokens per sequence")
     global_batch_size: Length = Field(16, description="sequences per optimizer step, over all ranks")

@@ -70,7 +70,7 @@ def find_config(name_or_path: str) -> Path:
 def load_config(name_or_path: str | None, overrides: list[Override] = ()) -> Config:
     """Read, merge and validate. ``None`` means the defaults alone. Raises ``UserError`` listing every problem.
 
-    ``job.output_dir`` and ``data.tokenizer`` are always set in the result.
+    ``job.output_dir``, ``data.tokenizer`` and how documents become rows are always set in the result.
     """
     path = None if name_or_path is None else find_config(name_or_path)
     text = _read(path) if path else ""
@@ -92,7 +92,17 @@ def load_config(name_or_path: str | None, overrides: list[Override] = ()) -> Con
     if config.data.tokenizer is None:
         data = config.data.model_copy(update={"tokenizer": config.model.hf_path or "bytes"})
         config = config.model_copy(update={"data": data})
-    return config
+    return with_rows_of_method(config)
+
+
+def with_rows_of_method(config: Config) -> Config:
+    """How documents become rows, where the config leaves it to ``training.method``."""
+    tunes, data = config.training.method != "pretrain", config.data
+    packing = data.packing or ("best_fit" if tunes else "concatenate")
+    isolate = tunes if data.isolate_documents is None else data.isolate_documents
+    return config.model_copy(
+        update={"data": data.model_copy(update={"packing": packing, "isolate_documents": isolate})}
+    )
 
 
 def _default_output_dir(path: Path | None, overrides: list[Override]) -> str:

@@ -228,6 +228,11 @@ def _data_problems(config: Config) -> Iterator[str]:
             'data.packing = "best_fit" needs data.isolate_documents = true, and it is false: documents that have nothing '
             "to do with each other share a row"
         )
+    if config.training.method == "sft" and data.packing != "best_fit":
+        yield (
+            f'data.packing = "{data.packing}" would cut conversations where a row ends: with training.method = "sft" use "best_fit", '
+            "or leave it out"
+        )
     if data.sources and (data.path is not None or data.source != "auto"):
         yield "data.sources is instead of data.path and data.source: keep one"
     yield from _mixture_problems(config)

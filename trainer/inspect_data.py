@@ -44,9 +44,13 @@ def describe(samples: Samples, sample: int, tokenizer: Tokenizer) -> Iterator[st
         if last > first:
             what = "padding" if document < 0 else f"document {document:,}"
             yield f"--- {what}, tokens {first} to {last - 1} of the row"
+            masked = rows.stream.masked
             # A token is trained where it is the label before it; a row's first token is nobody's label.
-            trained = [place == 0 or labels[place - 1] == tokens[place] for place in range(first, last)]
-            yield _text(tokens[first:last], trained, tokenizer)
+            trained = [labels[place - 1] == tokens[place] if place else not masked for place in range(first, last)]
+            shown = tokens[first:last]
+            if masked and labels[last - 1] != IGNORED:  # what ends a conversation is a label alone
+                shown, trained = [*shown, labels[last - 1]], [*trained, True]
+            yield _text(shown, trained, tokenizer)
 
 
 def _text(tokens: list[int], trained: list[bool], tokenizer: Tokenizer) -> str:

@@ -1,12 +1,13 @@
 """Reading documents out of files, as a stream: a line, or a piece of a text, is all that is in memory. Loads no torch."""
 
 import contextlib
+import functools
 import glob
 import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from trainer.errors import UserError
 BUNDLED_TEXT = ASSETS / "pride_and_prejudice.txt.gz"
 PIECE_BYTES = 1 << 20  # of a text that is read at once
 
-# A document, or a piece of one; and whether the document ends with it.
-Piece = tuple[str, bool]
+# A document, or a piece of its text; and whether the document ends with it.
+Piece = tuple[object, bool]
 
 
 def documents_in(name: str) -> str:
@@ -63,21 +64,26 @@ class Part:
     last: int | None = None
 
 
-def read_documents(part: Part, bad: BadLines, text_field: str = "text") -> Iterator[Piece]:
+def read_documents(
+    part: Part, bad: BadLines, text_field: str = "text", convert: Callable[[dict], object] | None = None
+) -> Iterator[Piece]:
     """The documents of a part in file order: a text file is one, a JSONL file one a line, a parquet file one a row.
 
+    ``convert``: makes the document from a whole record, in place of its text field; raises ``ValueError``.
     Empty documents are left out. Raises ``UserError`` naming the file, and line and byte where there are any.
     """
+    column = text_field if convert is None else None  # the others are not even read
+    convert = convert or functools.partial(_text_of, text_field=text_field)
     try:
         if part.kind == "jsonl":
-            yield from _lines(part, bad, text_field)
+            yield from _lines(part, bad, convert)
         elif part.kind == "text":
             yield from _text(part.path, bad)
         else:
             rows = _parquet_rows if part.kind == "parquet" else entries
-            for number, text in enumerate(rows(part.path, text_field), 1):
+            for number, record in enumerate(rows(part.path, column), 1):
                 try:
-                    text = _checked(text, f"expected a string in {text_field!r}, not {text!r}")
+                    text = convert(record)
                 except ValueError as error:
                     bad.found(f"{part.path}, row {number}: {error}")
                     text = ""
@@ -139,7 +145,7 @@ def _zstandard():
     return zstandard
 
 
-def _lines(part: Part, bad: BadLines, text_field: str) -> Iterator[Piece]:
+def _lines(part: Part, bad: BadLines, convert: Callable[[dict], object]) -> Iterator[Piece]:
     """Split at newlines alone: ``str.splitlines`` would also cut at U+2028 inside a string."""
     with _unpacking(part.path), _open(part.path) as file:
         offset, number = part.first, 1
@@ -152,7 +158,7 @@ def _lines(part: Part, bad: BadLines, text_field: str) -> Iterator[Piece]:
             if not raw:
                 return
             try:
-                text = _text_of_line(raw, text_field, is_first=offset == 0)
+                text = _document_of_line(raw, convert, is_first=offset == 0)
             except ValueError as error:
                 line = number or _count_lines(part.path, offset)
                 bad.found(f"{part.path}:{line}, byte {offset}: {error}")
@@ -162,8 +168,8 @@ def _lines(part: Part, bad: BadLines, text_field: str) -> Iterator[Piece]:
             offset, number = offset + len(raw), number and number + 1
 
 
-def _text_of_line(raw: bytes, text_field: str, is_first: bool) -> str:
-    """The text of one line of JSONL, "" for a blank line. Raises ``ValueError``."""
+def _document_of_line(raw: bytes, convert: Callable[[dict], object], is_first: bool):
+    """The document of one line of JSONL, "" for a blank line. Raises ``ValueError``."""
     raw = raw.removeprefix(b"\xef\xbb\xbf") if is_first else raw
     if not raw.strip():
         return ""
@@ -173,13 +179,13 @@ def _text_of_line(raw: bytes, text_field: str, is_first: bool) -> str:
         raise ValueError(f"not valid UTF-8 ({error.reason} at byte {error.start} of the line)") from None
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not one JSON object a line ({error})") from None
-    text = entry.get(text_field) if isinstance(entry, dict) else None
-    return _checked(text, f'expected {{"{text_field}": "..."}}')
+    return convert(entry)
 
 
-def _checked(text, expected: str) -> str:
+def _text_of(record, text_field: str) -> str:
+    text = record.get(text_field) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise ValueError(expected)
+        raise ValueError(f'expected {{"{text_field}": "..."}}')
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:  # JSON can spell half a UTF-16 pair
@@ -238,7 +244,8 @@ def _decoded(path: str, content: bytes, offset: int, bad: BadLines) -> str:
         return content.decode("utf-8", errors="ignore")
 
 
-def _parquet_rows(path: str, text_field: str) -> Iterator:
+def _parquet_rows(path: str, text_field: str | None) -> Iterator[dict]:
+    """Rows with one column, or with all."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -247,10 +254,10 @@ def _parquet_rows(path: str, text_field: str) -> Iterator:
     with open_remote(path) if is_remote(path) else Path(path).open("rb") as file:
         try:
             table = pyarrow.parquet.ParquetFile(file)
-            if text_field not in table.schema_arrow.names:
+            if text_field is not None and text_field not in table.schema_arrow.names:
                 raise UserError(f"{path}: no column {text_field!r} (it has {', '.join(table.schema_arrow.names)})")
-            for batch in table.iter_batches(batch_size=256, columns=[text_field]):
-                yield from batch.column(0).to_pylist()
+            for batch in table.iter_batches(batch_size=256, columns=text_field and [text_field]):
+                yield from batch.to_pylist()
         except pyarrow.ArrowException as error:
             raise UserError(f"{path}: cannot be read: {error}") from None
 

@@ -14,20 +14,20 @@ from trainer.errors import UserError
 _KEYS = ("split", "name", "revision", "data_files", "streaming", "take")
 
 
-def entries(path: str, text_field: str) -> Iterator:
-    """What each entry has under ``text_field``. Raises ``UserError``."""
+def entries(path: str, text_field: str | None) -> Iterator[dict]:
+    """Each entry; ``text_field``: a column that it must have. Raises ``UserError``."""
     name, keys = _parse(path)
     take = keys.pop("take", None)
     data = _call(path, "load_from_disk", name) if not keys else _call(path, "load_dataset", name, **keys)
     if isinstance(data, dict):  # several splits
         raise UserError(f"{path}: it has the splits {', '.join(data)}: name the folder of one")
     columns = data.column_names
-    if columns is not None and text_field not in columns:
+    if columns is not None and text_field is not None and text_field not in columns:
         raise UserError(f"{path}: no column {text_field!r} (it has {', '.join(columns)})")
     for number, entry in enumerate(data):
         if take is not None and number >= int(take):
             return
-        yield entry.get(text_field)
+        yield entry
 
 
 def state_of_dataset(path: str) -> str:

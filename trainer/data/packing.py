@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from trainer.config import Data
-from trainer.data.rows import IGNORED, Rows, TokenRows, labels_of
+from trainer.data.rows import IGNORED, Rows, TokenRows, labels_of, tokens_of
 from trainer.data.stream import TokenStream
 from trainer.errors import UserError
 
@@ -19,7 +19,7 @@ from trainer.errors import UserError
 def rows_of(data: Data, stream: TokenStream, seq_len: int, key: str = "data.path") -> Rows:
     """The rows of documents as ``[data]`` wants them. Raises ``UserError``, with ``key``, if there is not one."""
     if data.packing == "best_fit":
-        return PackedRows(stream, seq_len, key)
+        return PackedRows(stream, seq_len, key, data.too_long if stream.masked else "cut")
     if data.isolate_documents:
         return IsolatedRows(stream, seq_len, key)
     return TokenRows(stream, seq_len, key)
@@ -34,7 +34,7 @@ class IsolatedRows(TokenRows):
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
         first = row * self.seq_len
-        tokens = torch.from_numpy(self.stream.read(first, first + self.seq_len + 1))
+        tokens, _ = tokens_of(self.stream, first, self.seq_len + 1)
         is_start = torch.zeros(self.seq_len + 1, dtype=torch.bool)
         is_start[torch.from_numpy(self.stream.starts_in(first, first + self.seq_len + 1) - first)] = True
         labels = labels_of(tokens, trained=~is_start)
@@ -60,13 +60,19 @@ class Packing:
     row_starts: np.ndarray
 
 
-def pack(starts: np.ndarray, seq_len: int) -> Packing:
+def inputs_of(starts: np.ndarray) -> np.ndarray:
+    """Inputs of each document, int64 [n]: one less than its tokens. ``starts``: of each, and the end of the last."""
+    return np.maximum(np.diff(starts) - 1, 0)
+
+
+def pack(starts: np.ndarray, seq_len: int, n_inputs: np.ndarray | None = None) -> Packing:
     """Put whole documents into rows of ``seq_len`` inputs.
 
-    A document of n tokens has n - 1 inputs and as many labels. What is longer than a row is cut into pieces of
-    ``seq_len`` inputs, and the rest is one more piece. Rows are in the order of their first documents.
+    A document of n tokens has n - 1 inputs and as many labels, unless ``n_inputs`` says how many of them are wanted. What
+    is longer than a row is cut into pieces of ``seq_len`` inputs, and the rest is one more piece. Rows are in the order of
+    their first documents.
     """
-    n_inputs = np.maximum(np.diff(starts) - 1, 0)
+    n_inputs = inputs_of(starts) if n_inputs is None else n_inputs
     n_pieces = -(-n_inputs // seq_len)
     number = np.arange(n_pieces.sum()) - np.repeat(n_pieces.cumsum() - n_pieces, n_pieces)  # of a piece in its document
     first = np.repeat(starts[:-1], n_pieces) + number * seq_len
@@ -129,15 +135,47 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 class PackedRows(Dataset):
     """Rows of whole documents, each at positions of its own: every token but a document's first is a label once.
 
-    What is left of a row is 0, IGNORED and a document of its own.
+    What is left of a row is 0, IGNORED and a document of its own. ``too_long``: what becomes of a document that is longer
+    than a row: "cut" into several, "truncate", "skip" or "error".
     """
 
-    def __init__(self, stream: TokenStream, seq_len: int, key: str = "data.path"):
+    def __init__(self, stream: TokenStream, seq_len: int, key: str = "data.path", too_long: str = "cut"):
         self.stream = stream
         self.seq_len = seq_len
-        self.packing = pack(np.append(stream.document_starts(), len(stream)), seq_len)
+        starts = np.append(stream.document_starts(), len(stream))
+        n_inputs, self.warnings = inputs_of(starts), []
+        if too_long != "cut" and (n_inputs > seq_len).any():
+            self.warnings = [self._shorten(starts, n_inputs, key, too_long)]
+        self.packing = pack(starts, seq_len, n_inputs)
         if not len(self):
-            raise UserError(f"the text of {key} has no document of two tokens or more: use a longer text")
+            raise UserError(
+                f"the text of {key} has no document of two tokens or more: use a longer text", *self.warnings
+            )
+
+    def _shorten(self, starts: np.ndarray, n_inputs: np.ndarray, key: str, too_long: str) -> str:
+        """Change ``n_inputs`` of documents that do not fit. Returns what is to be said of them. Raises ``UserError``."""
+        found = np.flatnonzero(n_inputs > self.seq_len)
+        shown = ", ".join(
+            f"{self.stream.name_of(document)} ({n_inputs[document] + 1:,} tokens)" for document in found[:3]
+        )
+        said = (
+            f"{key}: {len(found):,} of {len(n_inputs):,} conversations are longer than training.seq_len + 1 = "
+            f"{self.seq_len + 1} tokens, such as {shown}"
+        )
+        if too_long == "error":
+            raise UserError(
+                f'{said}: use training.seq_len = {n_inputs.max()} or more, or data.too_long = "skip" or "truncate"'
+            )
+        n_inputs[found] = self.seq_len if too_long == "truncate" else 0
+        if too_long == "skip":
+            return f"{said}: left out"
+        unlearnt = [
+            document for document in found.tolist()
+            if not self.stream.tokens(int(starts[document]) + 1, int(starts[document]) + self.seq_len + 1)[1].any()
+        ]  # fmt: skip
+        n_inputs[unlearnt] = 0
+        left_out = f"; {len(unlearnt):,} of them left out, of which nothing would be learnt" if unlearnt else ""
+        return f"{said}: truncated{left_out}"
 
     @property
     def identity(self) -> dict[str, int]:
@@ -159,9 +197,9 @@ class PackedRows(Dataset):
         is_start = torch.zeros_like(tokens, dtype=torch.bool)
         for piece in range(packing.row_starts[row], packing.row_starts[row + 1]):
             first, n_inputs = packing.first[piece], packing.n_inputs[piece]
-            of_piece = torch.from_numpy(self.stream.read(int(first), int(first + n_inputs) + 1))
+            of_piece, trained = tokens_of(self.stream, int(first), int(n_inputs) + 1)
             place = slice(filled, filled + int(n_inputs))
-            tokens[place], labels[place] = of_piece[:-1], labels_of(of_piece)
+            tokens[place], labels[place] = of_piece[:-1], labels_of(of_piece, trained)
             is_start[filled] = True
             filled = place.stop
         is_start[filled:][:1] = True

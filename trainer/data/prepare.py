@@ -7,19 +7,23 @@ killed preparation goes on with the parts that are left. ``manifest.json``, writ
 
 import concurrent.futures
 import contextlib
+import functools
+import itertools
 import json
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from trainer.data.documents import BadLines, Part, documents_in, read_documents, size_of, state_of
+from trainer.data.chat_template import ChatTemplate, Rendered, Template
+from trainer.data.conversations import conversation_of
+from trainer.data.documents import BadLines, Part, Piece, documents_in, read_documents, size_of, state_of
 from trainer.data.indexed import IndexedWriter, dtype_for
 from trainer.data.tokenizer import Tokenizer, digest_of, load_tokenizer
 from trainer.errors import UserError
@@ -29,17 +33,44 @@ _PLAN = "plan.json"
 _ASKED = ("sources", "text_field", "bad_lines")  # by which a manifest tells that it is what is asked for
 _LEAST_PART_BYTES, _MOST_PART_BYTES, _PARTS = 4 << 20, 256 << 20, 256
 _BATCH_CHARACTERS = 1 << 20  # handed to the tokenizer at once
+_CONVERSATIONS = 256  # likewise
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs to know. ``dtype``: numpy's name of it."""
+    """What a worker needs to know. ``template``: of conversations."""
 
     out: str
     tokenizer: str
-    dtype: str
     text_field: str
     skip_bad_lines: bool
+    template: Template | None
+
+
+@dataclass(frozen=True)
+class Reader:
+    """read: the documents of a part. encode: each document as the pieces of its ids. dtype: that holds them."""
+
+    read: Callable[[Part, BadLines], Iterator[Piece]]
+    encode: Callable[[Iterator[Piece]], Iterator[list[np.ndarray]]]
+    dtype: np.dtype
+
+
+def reader_of(tokenizer: Tokenizer, text_field: str, template: Template | None) -> Reader:
+    """``template``: of conversations; None for text."""
+    if template is None:
+        read = functools.partial(read_documents, text_field=text_field)
+        return Reader(read, lambda documents: tokenize(documents, tokenizer), dtype_for(tokenizer.n_ids))
+    chat = ChatTemplate(template, tokenizer)
+
+    def convert(record) -> Rendered:
+        return chat.render(conversation_of(record))
+
+    def encode(conversations: Iterator[Piece]) -> Iterator[list[np.ndarray]]:
+        while some := [rendered for rendered, _ in itertools.islice(conversations, _CONVERSATIONS)]:
+            yield from ([ids] for ids in chat.encode(some))
+
+    return Reader(functools.partial(read_documents, convert=convert), encode, np.dtype(np.int32))  # with a sign
 
 
 def prepare(
@@ -50,13 +81,14 @@ def prepare(
     text_field: str = "text",
     skip_bad_lines: bool = False,
     kind: str | None = None,
+    template: Template | None = None,
 ) -> dict:
     """Tokenize files into ``out``. Returns the manifest. Raises ``UserError``.
 
-    ``kind``: as from ``documents_in`` (default: by each file's name).
+    ``kind``: as from ``documents_in`` (default: by each file's name). ``template``: of conversations, else text is read.
     """
     loaded = load_tokenizer(tokenizer)
-    dtype = dtype_for(loaded.n_ids)
+    dtype = reader_of(loaded, text_field, template).dtype
     parts = list(_parts(paths, kind))
     plan = {
         "format": 1,
@@ -70,7 +102,7 @@ def prepare(
         return manifest
     out.mkdir(parents=True, exist_ok=True)
     _write_json(out / _PLAN, plan)
-    job = Job(str(out), tokenizer, dtype.name, text_field, skip_bad_lines)
+    job = Job(str(out), tokenizer, text_field, skip_bad_lines, template)
     left = [number for number in range(len(parts)) if not _report_file(out, number).is_file()]
     _run(job, parts, left, n_workers)
     reports = [json.loads(_report_file(out, number).read_text()) for number in range(len(parts))]
@@ -97,7 +129,7 @@ def prepare(
     return manifest
 
 
-def tokenize(documents: Iterator[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[list[np.ndarray]]:
+def tokenize(documents: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[list[np.ndarray]]:
     """Each document's token ids as pieces, BOS and EOS included: texts go to the tokenizer in batches."""
     texts: list[str] = []
     ends: list[bool] = []
@@ -224,7 +256,7 @@ def _environment(**values: str):
 
 
 _progress = None  # shared: bytes of text that all workers have done
-_loaded: dict[str, Tokenizer] = {}
+_loaded: dict[Job, Reader] = {}
 
 
 def _begin_worker(progress) -> None:
@@ -241,14 +273,14 @@ def _end_with_parent() -> None:
 
 def _do_part(job: Job, number: int, part: Part) -> None:
     """Write the shard of one part, and its report."""
-    if job.tokenizer not in _loaded:
-        _loaded[job.tokenizer] = load_tokenizer(job.tokenizer)
+    if job not in _loaded:
+        _loaded[job] = reader_of(load_tokenizer(job.tokenizer), job.text_field, job.template)
+    reader = _loaded[job]
     bad = BadLines(skip=job.skip_bad_lines)
     out = Path(job.out)
-    writer = IndexedWriter(out / f"{number:06d}", np.dtype(job.dtype))
+    writer = IndexedWriter(out / f"{number:06d}", reader.dtype)
     try:
-        documents = _counted(read_documents(part, bad, job.text_field), _n_bytes(part))
-        for pieces in tokenize(documents, _loaded[job.tokenizer]):
+        for pieces in reader.encode(_counted(reader.read(part, bad), _n_bytes(part))):
             writer.add(pieces)
         n_documents = len(writer.lengths)
         if n_documents:
@@ -266,7 +298,7 @@ def _do_part(job: Job, number: int, part: Part) -> None:
     _write_json(_report_file(out, number), report)
 
 
-def _counted(documents: Iterator[tuple[str, bool]], n_bytes: int) -> Iterator[tuple[str, bool]]:
+def _counted(documents: Iterator[Piece], n_bytes: int) -> Iterator[Piece]:
     """The same documents; their bytes are added to the progress, but no more than the file has (it may be packed)."""
     unsaid = said = 0
     for text, ends in documents:

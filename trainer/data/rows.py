@@ -17,6 +17,7 @@ class Rows(Protocol):
 
     stream: TokenStream
     seq_len: int
+    warnings: list[str]  # about documents that are not in them whole
 
     @property
     def identity(self) -> dict[str, int]: ...
@@ -49,6 +50,12 @@ def labels_of(tokens: torch.Tensor, trained: torch.Tensor | None = None) -> torc
     return labels
 
 
+def tokens_of(stream: TokenStream, first: int, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``TokenStream.tokens`` from ``first`` on: int64 [n], and bool [n] or None."""
+    tokens, trained = stream.tokens(first, first + n)
+    return torch.from_numpy(tokens), None if trained is None else torch.from_numpy(trained)
+
+
 class TokenRows(Dataset):
     """Row i holds tokens [i S, i S + S] of the stream: S inputs and S labels.
 
@@ -59,6 +66,7 @@ class TokenRows(Dataset):
     def __init__(self, stream: TokenStream, seq_len: int, key: str = "data.path"):
         self.stream = stream
         self.seq_len = seq_len
+        self.warnings: list[str] = []
         self.n_rows = (len(stream) - 1) // seq_len
         if self.n_rows < 1:
             raise UserError(
@@ -81,7 +89,7 @@ class TokenRows(Dataset):
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
         first = row * self.seq_len
-        tokens = torch.from_numpy(self.stream.read(first, first + self.seq_len + 1))
+        tokens, _ = tokens_of(self.stream, first, self.seq_len + 1)
         return {"tokens": tokens[:-1], "labels": labels_of(tokens)}
 
     def documents(self, row: int) -> list[tuple[int, int]]:

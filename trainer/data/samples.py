@@ -72,7 +72,7 @@ class Samples(Dataset):
 
 def load_samples(config: Config, vocab_size: int) -> Samples:
     """The training data of a config. Raises ``UserError`` for what the user can mend."""
-    rows, warnings = _load(places_of(config.data), config, vocab_size)
+    rows, warnings = _load(places_of(config), config, vocab_size)
     mixture = mixture_of(config.data, config.training.global_batch_size)
     return Samples(rows, mixture, config.data.seed, config.data.shuffle, warnings)
 
@@ -88,5 +88,5 @@ def _load(places: dict[str, Place], config: Config, vocab_size: int) -> tuple[di
     for name, place in places.items():
         stream, said = open_stream(place, config.data.tokenizer, tokenizer, vocab_size)
         rows[name] = rows_of(config.data, stream, config.training.seq_len, place.key)
-        warnings += said
+        warnings += [*said, *rows[name].warnings]
     return rows, warnings

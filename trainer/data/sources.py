@@ -9,12 +9,14 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from trainer.config import Config, Data
+from trainer.config import Config
+from trainer.data.chat_template import Template, find_template
+from trainer.data.conversations import FORMS, form_of
 from trainer.data.documents import (
     BUNDLED_TEXT,
     BadLines,
@@ -26,31 +28,41 @@ from trainer.data.documents import (
     size_of,
     state_of,
 )
-from trainer.data.indexed import IndexedTokens, dtype_for
-from trainer.data.prepare import MANIFEST, prepare, read_manifest, tokenize
+from trainer.data.indexed import IndexedTokens
+from trainer.data.prepare import MANIFEST, Reader, prepare, read_manifest, reader_of
 from trainer.data.remote import expand_remote, fetch, is_remote, is_remote_folder
 from trainer.data.stream import BareTokens, MemoryTokens, Piece, TokenStream
 from trainer.data.tokenizer import Tokenizer, digest_of
 from trainer.errors import UserError
 
+_RECORDS = ("jsonl", "parquet", "hf")  # what can hold conversations
 IN_MEMORY_BYTES = 8 << 20  # of text files, packed or not
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where data lies and how it is to be read. ``key``: what the user wrote it under, for messages."""
+    """Where data lies and how it is to be read. ``key``: what the user wrote it under, for messages.
+
+    ``method``: the run's, which says whether records are conversations. ``template``: ``data.chat_template``.
+    """
 
     path: str | None  # None: the bundled text
     kind: str = "auto"
+    method: str = "pretrain"
+    template: str | None = None
     text_field: str = "text"
     skip_bad_lines: bool = False
     cache_dir: str | None = None  # None: the user's own
     key: str = "data.path"
 
 
-def places_of(data: Data) -> dict[str, Place]:
+def places_of(config: Config) -> dict[str, Place]:
     """Each source of the ``[data]`` section by name; "" for the only one."""
-    common = {"text_field": data.text_field, "skip_bad_lines": data.bad_lines == "skip", "cache_dir": data.cache_dir}
+    data = config.data
+    common = {
+        "text_field": data.text_field, "skip_bad_lines": data.bad_lines == "skip", "cache_dir": data.cache_dir,
+        "method": config.training.method, "template": data.chat_template,
+    }  # fmt: skip
     if not data.sources:
         return {"": Place(data.path, data.source, **common)}
     return {
@@ -61,12 +73,12 @@ def places_of(data: Data) -> dict[str, Place]:
 
 def validation_places(config: Config) -> dict[str, Place]:
     """Each validation set by name: the training data itself, where the config names none."""
-    places = places_of(config.data)
+    places = places_of(config)
     if not config.validation.sets:
         return places
     common = next(iter(places.values()))
     return {
-        name: Place(path, "auto", common.text_field, common.skip_bad_lines, common.cache_dir, f"validation.sets.{name}")
+        name: replace(common, path=path, kind="auto", key=f"validation.sets.{name}")
         for name, path in config.validation.sets.items()
     }
 
@@ -74,7 +86,7 @@ def validation_places(config: Config) -> dict[str, Place]:
 def check_places(config: Config) -> list[str]:
     """What is wrong with the places that the config names, as far as can be told without reading them."""
     problems = []
-    for place in dict.fromkeys([*places_of(config.data).values(), *validation_places(config).values()]):
+    for place in dict.fromkeys([*places_of(config).values(), *validation_places(config).values()]):
         try:
             check_place(place)
         except UserError as error:
@@ -85,7 +97,7 @@ def check_places(config: Config) -> list[str]:
 def kind_of(place: Place) -> str:
     """ "bundled", "prepared", "megatron", "nanogpt", "text", "jsonl" or "parquet"."""
     path = place.path
-    if place.kind != "auto":
+    if place.kind not in ("auto", "chat"):
         return place.kind
     if path is None:
         return "bundled"
@@ -103,9 +115,44 @@ def kind_of(place: Place) -> str:
     return "megatron" if has_index else "nanogpt"
 
 
+def holds_chat(place: Place) -> bool:
+    """Whether conversations are read there: where the config or the method says so, and with lora where the first record has no
+    text field. Raises ``UserError`` where there can be none."""
+    if place.kind != "chat" and place.method == "pretrain":
+        return False
+    kind = kind_of(place)
+    if kind in _RECORDS:
+        return place.kind == "chat" or place.method == "sft" or _first_is_chat(place, kind)
+    if place.kind == "chat" or place.method == "sft":
+        named = f"{place.key} = {place.path!r} is {kind}" if place.path else f"without {place.key} a novel is read"
+        raise UserError(
+            f"{named}, which holds no conversations, but {_asks_for_chat(place)}: name JSONL of {FORMS}; or use "
+            'training.method = "pretrain"'
+        )
+    return False
+
+
+def _asks_for_chat(place: Place) -> str:
+    return 'source = "chat"' if place.kind == "chat" else f'training.method = "{place.method}"'
+
+
+def _first_is_chat(place: Place, kind: str) -> bool:
+    """Whether the first record has messages and no text. What cannot be read is told of later."""
+
+    def found(record) -> bool:
+        is_record = isinstance(record, dict)
+        return is_record and place.text_field not in record and form_of(record) is not None
+
+    path = place.path if kind == "hf" else _files(place)[0]
+    documents = read_documents(Part(path, kind), BadLines(skip=True), convert=lambda record: (found(record),))
+    return next((answer for (answer,), _ in documents), False)
+
+
 def check_place(place: Place) -> None:
     """Raise ``UserError`` unless there is something to read, as far as can be told without reading it."""
     kind = kind_of(place)
+    if place.kind == "chat" or place.method == "sft":
+        holds_chat(place)
     if kind == "prepared":
         if not is_remote(place.path):
             _check_folder(Path(place.path), place.key)
@@ -131,7 +178,7 @@ def open_stream(place: Place, tokenizer_name: str, tokenizer: Tokenizer, n_ids: 
         pieces = [BareTokens(path, tokenizer.eos_id) for path in _local(_files(place), place)]
     else:
         pieces, warnings = _tokenized(place, kind, tokenizer_name, tokenizer)
-    stream = TokenStream(pieces, n_ids, place.key)
+    stream = TokenStream(pieces, n_ids, place.key, masked=holds_chat(place))
     if not len(stream):
         raise UserError(f"{place.key} = {place.path!r}: the file is empty")
     stream.check_sample()
@@ -214,25 +261,29 @@ def _prepared(folder: Path, tokenizer_name: str, key: str) -> tuple[list[Piece],
 def _tokenized(place: Place, kind: str, tokenizer_name: str, tokenizer: Tokenizer) -> tuple[list[Piece], list[str]]:
     paths = [place.path] if kind == "hf" else _files(place)
     of_documents = kind if kind != "bundled" else "text"
-    if place.kind == "auto":
+    if place.kind in ("auto", "chat"):
         of_documents = None  # each by its name
+    template = find_template(tokenizer_name, place.template) if holds_chat(place) else None
     if kind != "hf" and sum(size_of(path) for path in paths) <= IN_MEMORY_BYTES:
         bad = BadLines(place.skip_bad_lines)
-        pieces = [_in_memory(path, of_documents or documents_in(path), bad, place, tokenizer) for path in paths]
+        reader = reader_of(tokenizer, place.text_field, template)
+        pieces = [_in_memory(path, of_documents or documents_in(path), bad, reader) for path in paths]
         return pieces, _skipped(bad.n_skipped, bad.examples, place.key)
-    return _cached(paths, of_documents, tokenizer_name, place)
+    return _cached(paths, of_documents, tokenizer_name, place, template)
 
 
-def _in_memory(path: str, kind: str, bad: BadLines, place: Place, tokenizer: Tokenizer) -> MemoryTokens:
-    dtype, pieces, lengths = dtype_for(tokenizer.n_ids), [], []
-    for document in tokenize(read_documents(Part(path, kind), bad, place.text_field), tokenizer):
-        pieces += [piece.astype(dtype) for piece in document]
+def _in_memory(path: str, kind: str, bad: BadLines, reader: Reader) -> MemoryTokens:
+    pieces, lengths = [], []
+    for document in reader.encode(reader.read(Part(path, kind), bad)):
+        pieces += [piece.astype(reader.dtype) for piece in document]
         lengths.append(sum(map(len, document)))
-    tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype)
+    tokens = np.concatenate(pieces) if pieces else np.zeros(0, reader.dtype)
     return MemoryTokens(tokens, np.cumsum([0, *lengths])[:-1], path)
 
 
-def _cached(paths: list[str], kind: str | None, tokenizer_name: str, place: Place) -> tuple[list[Piece], list[str]]:
+def _cached(
+    paths: list[str], kind: str | None, tokenizer_name: str, place: Place, template: Template | None
+) -> tuple[list[Piece], list[str]]:
     """Prepared shards of these files, made by whoever comes first; the others wait."""
     paths = [path if is_remote(path) else str(Path(path).resolve()) for path in paths]
     key = [[path, state_of(path)] for path in paths] + [
@@ -240,6 +291,7 @@ def _cached(paths: list[str], kind: str | None, tokenizer_name: str, place: Plac
         place.text_field,
         place.skip_bad_lines,
         kind,
+        template and [template.source, template.tokens],
     ]
     folder = cache_folder(place) / f"tokens-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
     try:
@@ -247,7 +299,7 @@ def _cached(paths: list[str], kind: str | None, tokenizer_name: str, place: Plac
         with folder.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             n_workers = len(os.sched_getaffinity(0))
-            prepare(paths, tokenizer_name, folder, n_workers, place.text_field, place.skip_bad_lines, kind)
+            prepare(paths, tokenizer_name, folder, n_workers, place.text_field, place.skip_bad_lines, kind, template)
     except OSError as error:
         raise UserError(f"the tokens of {place.key} cannot be kept in {folder}: {error}: set data.cache_dir") from None
     return _prepared(folder, tokenizer_name, place.key)

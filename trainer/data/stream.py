@@ -83,19 +83,25 @@ class BareTokens:
 class TokenStream:
     """Pieces end to end. Token numbers count over all of them.
 
-    ``n_ids``: ids must be 0 ... n_ids - 1; ``key``: what the user wrote the source under, for messages.
+    ``n_ids``: ids must be 0 ... n_ids - 1; ``key``: what the user wrote the source under, for messages. ``masked``: of
+    conversations, in which a token that is not learnt is stored as its complement, ``~id``.
     """
 
-    def __init__(self, pieces: Sequence[Piece], n_ids: int = 1 << 62, key: str = "data.path"):
-        self.n_ids, self.key = n_ids, key
+    def __init__(self, pieces: Sequence[Piece], n_ids: int = 1 << 62, key: str = "data.path", masked: bool = False):
+        self.n_ids, self.key, self.masked = n_ids, key, masked
         self.pieces = [piece for piece in pieces if len(piece.tokens)]
         self._ends = list(itertools.accumulate(len(piece.tokens) for piece in self.pieces))
 
     def __len__(self) -> int:
         return self._ends[-1] if self.pieces else 0
 
+    def tokens(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tokens ``first`` ... ``last - 1``, int64; and which of them are learnt, bool, None for all."""
+        stored = self.read(first, last)
+        return (_ids(stored), stored >= 0) if self.masked else (stored, None)
+
     def read(self, first: int, last: int) -> np.ndarray:
-        """Tokens ``first`` ... ``last - 1``: int64."""
+        """Tokens ``first`` ... ``last - 1`` as they are stored: int64."""
         parts = [piece.tokens[a:b] for piece, a, b, _ in self._cut(first, last)]
         return parts[0].astype(np.int64) if len(parts) == 1 else np.concatenate(parts).astype(np.int64)
 
@@ -115,6 +121,14 @@ class TokenStream:
         """Where every document begins: int64 [n_documents]. The length of each is the distance to the next."""
         starts = [piece.starts() + offset for piece, offset in zip(self.pieces, [0, *self._ends])]
         return np.concatenate(starts) if starts else np.zeros(0, np.int64)
+
+    def name_of(self, document: int) -> str:
+        """What a message calls a document: its number, from 1, in its file."""
+        for piece in self.pieces:
+            if document < piece.n_documents:
+                return f"number {document + 1:,} of {piece.name}"
+            document -= piece.n_documents
+        raise IndexError(document)
 
     def document_of(self, token: int) -> int:
         """The number of the document that holds ``token``; -1 before the first."""
@@ -136,7 +150,7 @@ class TokenStream:
     def check_sample(self) -> None:
         """Raise ``UserError`` for an id that is out of range, as far as ``identity`` looks."""
         for window in self._sample():
-            self.check(window)
+            self.check(_ids(window) if self.masked else window)
 
     def check(self, ids) -> None:
         """Raise ``UserError`` if some of these ids of the stream (an array or a tensor) are out of range."""
@@ -149,6 +163,7 @@ class TokenStream:
         for piece in self.pieces:
             for first in range(0, len(piece.tokens), _SAMPLED):
                 window = piece.tokens[first : first + _SAMPLED]
+                window = _ids(window) if self.masked else window
                 bad = np.flatnonzero((window < 0) | (window >= self.n_ids))
                 if len(bad):
                     raise UserError(
@@ -173,6 +188,10 @@ class TokenStream:
         for number in range(n_windows):
             first = (len(self) - _WINDOW) * number // (n_windows - 1)
             yield self.read(first, first + _WINDOW)
+
+
+def _ids(stored: np.ndarray) -> np.ndarray:
+    return np.where(stored < 0, ~stored, stored)
 
 
 def _add_to_crc(crc: int, tokens: np.ndarray) -> int:

@@ -19,11 +19,13 @@ ASSETS = Path(__file__).resolve().parent.parent.parent / "assets"
 
 
 class Tokenizer(Protocol):
-    """``n_ids``: ids are 0 ... n_ids - 1. ``bos_ids``, ``eos_id``: put before and after each document."""
+    """``n_ids``: ids are 0 ... n_ids - 1. ``bos_ids``, ``eos_id``: put before and after each document.
+    ``special_ids``: of special tokens, by name."""
 
     n_ids: int
     bos_ids: list[int]
     eos_id: int
+    special_ids: dict[str, int]
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of ``text``, int32 [n], without special tokens."""
@@ -33,6 +35,12 @@ class Tokenizer(Protocol):
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of ``text`` with the special tokens that the tokenizer puts before a text, if any."""
+
+    def encode_with_special(self, text: str) -> list[int]:
+        """Token ids of ``text`` in which special tokens are what they look like."""
+
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """``encode`` of each, and the characters [first, last) that each token is made of: int64 [n, 2]."""
 
     def decode(self, ids: list[int]) -> str:
         """The text of ``ids``, without special tokens."""
@@ -47,6 +55,7 @@ class ByteTokenizer:
     n_ids = 257
     bos_ids: list[int] = []
     eos_id = 256
+    special_ids = {"<end>": 256}
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
@@ -56,6 +65,17 @@ class ByteTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         return self.encode(text).tolist()
+
+    def encode_with_special(self, text: str) -> list[int]:
+        first, *others = text.split("<end>")
+        return [*self.encode(first).tolist(), *(i for text in others for i in (256, *self.encode(text).tolist()))]
+
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        encoded = []
+        for text in texts:
+            place = np.repeat(np.arange(len(text)), [len(character.encode("utf-8")) for character in text])
+            encoded.append((self.encode(text), np.stack((place, place + 1), axis=1)))
+        return encoded
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -86,6 +106,8 @@ class HuggingFaceTokenizer:
             )
         self.eos_id = vocabulary[name]
         self.bos_ids = self._put_before(self._tokenizer)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = {token.content: number for number, token in added.items() if token.special}
 
     @staticmethod
     def _put_before(tokenizer) -> list[int]:
@@ -119,11 +141,28 @@ class HuggingFaceTokenizer:
         self._tokenizer.encode_special_tokens = False  # a prompt may be a chat template's
         return self._tokenizer.encode(text).ids
 
+    def encode_with_special(self, text: str) -> list[int]:
+        self._tokenizer.encode_special_tokens = False
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        self._tokenizer.encode_special_tokens = True
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(np.array(encoding.ids, dtype=np.int32), _places(encoding.offsets)) for encoding in encodings]
+
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids)
 
     def show(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _places(offsets: list[tuple[int, int]]) -> np.ndarray:
+    """A token begins at the latest where the one before ends: the library leaves leading spaces out."""
+    places = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    places[1:, 0] = np.minimum(places[1:, 0], places[:-1, 1])
+    places[:1, 0] = 0
+    return places
 
 
 def tokenizer_file(name_or_path: str) -> Path | None:
