@@ -12,6 +12,7 @@ import re
 import torch
 
 from models.decoder_config import DecoderConfig
+from models.lora import inputs_of, is_adapter
 
 _BLOCK_NUMEL = 1 << 22  # 16 MiB of fp32 a block: few enough generators, small enough slices
 
@@ -21,10 +22,12 @@ def initial_std(config: DecoderConfig, name: str) -> float | None:
 
     0.02 everywhere (GPT-2), and for the two matrices that write to the residual stream
     ``0.02 / sqrt(2 (layer + 1))``, so that the stream's variance does not grow with depth.
-    ``layer`` counts in the whole model, not in a pipeline stage. Raises ``ValueError`` for a name
-    that no rule covers: a new parameter must be given a start on purpose.
+    ``layer`` counts in the whole model, not in a pipeline stage. Of an adapter A has ``1 / sqrt(3 in)``, as PEFT's, and B is
+    zero. Raises ``ValueError`` for a name that no rule covers: a new parameter must be given a start on purpose.
     """
     module, _, kind = name.rpartition(".")
+    if is_adapter(name):
+        return 1 / math.sqrt(3 * inputs_of(config, name)) if kind == "lora_a" else 0.0
     if kind == "bias" and re.fullmatch(r"layers\.\d+\.attention\.w[qkvo]", module):
         return 0.0
     if module == "norm" or re.fullmatch(r"layers\.\d+\.((attention|ffn)_norm|attention\.[qk]_norm)", module):

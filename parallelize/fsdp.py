@@ -14,9 +14,11 @@ from parallelize.plan import Plan, owned, resolve
 
 @dataclass(frozen=True)
 class Precision:
-    """dtypes of: stored parameters (and so of gradients and optimizer state), computation, gradient reduction."""
+    """dtypes of: stored parameters that are trained (and so of gradients and optimizer state), those that are not,
+    computation, gradient reduction."""
 
     param: torch.dtype
+    frozen: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
 
@@ -32,7 +34,7 @@ def fsdp_units(model: nn.Module, plan: Plan) -> list[tuple[str, ...]]:
 
 def needs_fsdp(layout: Layout, precision: Precision) -> bool:
     """Whether parameters have to be gathered, or cast: else FSDP2 would only copy them and their gradients."""
-    return layout.dp > 1 or precision.compute != precision.param
+    return layout.dp > 1 or {precision.param, precision.frozen} != {precision.compute}
 
 
 def apply_fsdp(

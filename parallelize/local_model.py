@@ -29,6 +29,15 @@ class LocalModel:
     copies: dict[str, nn.Parameter]
     tied: tuple[TiedWeight, ...]
 
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Those of ``named`` that are not frozen."""
+        return {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
+
+    @property
+    def trained_copies(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.copies.items() if parameter.requires_grad}
+
     def more_to_come(self, coming: bool) -> None:
         """Say before a micro-batch whether the step has another: till the last, FSDP2 leaves parameters and gradients whole.
 
@@ -43,7 +52,8 @@ class LocalModel:
         """After a step's last backward: add what other ranks hold of a gradient that FSDP2 has not summed."""
         sum_partial_gradients([*self.named.values(), *self.copies.values()])
         for weight in self.tied:
-            weight.sum_gradients()
+            if weight.holders[0].requires_grad:
+                weight.sum_gradients()
 
     def free_gathered(self) -> None:
         """Free the parameters that a forward without a backward has left gathered."""

@@ -82,25 +82,42 @@ def summed_stream(x_BSD: torch.Tensor, mesh: DeviceMesh, sequence_parallel: bool
     return scatter_sum(x_BSD, 1, mesh) if sequence_parallel else sum_forward(x_BSD, mesh)
 
 
-class ColwiseLinear(LocalStyle):
-    """A linear layer whose output features are spread; its input is whole (``GatheredInput``)."""
+def is_adapted(module: nn.Module) -> bool:
+    """Whether it has a low-rank adapter: ``lora_a`` [rank, in], ``lora_b`` [out, rank], ``low_rank``."""
+    return hasattr(module, "lora_a")
 
-    placements = {"weight": Shard(0), "bias": Shard(0)}
+
+class ColwiseLinear(LocalStyle):
+    """A linear layer whose output features are spread; its input is whole (``GatheredInput``).
+
+    Of an adapter every rank has A, and its rows of B: it sees a summand of A's gradient.
+    """
+
+    placements = {"weight": Shard(0), "bias": Shard(0), "lora_a": Replicate(), "lora_b": Shard(0)}
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, _local(module.weight), _local(module.bias))
+        out = F.linear(x, _local(module.weight), _local(module.bias))
+        if is_adapted(module):
+            out = out + module.low_rank(x, _partial(module.lora_a), _local(module.lora_b))
+        return out
 
 
 class RowwiseLinear(LocalStyle):
-    """A linear layer whose input features are spread; its outputs are summed over the ranks."""
+    """A linear layer whose input features are spread; its outputs are summed over the ranks.
 
-    placements = {"weight": Shard(1), "bias": Replicate()}
+    Of an adapter every rank has its columns of A, and B, whose gradient it sees a summand of.
+    """
+
+    placements = {"weight": Shard(1), "bias": Replicate(), "lora_a": Shard(1), "lora_b": Replicate()}
 
     def __init__(self, sequence_parallel: bool):
         self.sequence_parallel = sequence_parallel
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
-        out_BSD = summed_stream(F.linear(x, _local(module.weight)), mesh, self.sequence_parallel)
+        part_BSD = F.linear(x, _local(module.weight))
+        if is_adapted(module):
+            part_BSD = part_BSD + module.low_rank(x, _local(module.lora_a), _partial(module.lora_b))
+        out_BSD = summed_stream(part_BSD, mesh, self.sequence_parallel)
         if module.bias is None:
             return out_BSD
         return out_BSD + (_partial(module.bias) if self.sequence_parallel else _local(module.bias))
@@ -121,7 +138,7 @@ class ReplicatedKvHeads(LocalStyle):
     Every rank holds the whole projection and computes the one head that its query heads share.
     """
 
-    placements = {"weight": Replicate(), "bias": Replicate()}
+    placements = {name: Replicate() for name in ("weight", "bias", "lora_a", "lora_b")}
 
     def __init__(self, n_kv_heads: int):
         self.n_kv_heads = n_kv_heads
@@ -132,7 +149,10 @@ class ReplicatedKvHeads(LocalStyle):
         def own(parameter):
             return None if parameter is None else _partial(parameter).unflatten(0, (self.n_kv_heads, -1))[head]
 
-        return F.linear(x, own(module.weight), own(module.bias))
+        out = F.linear(x, own(module.weight), own(module.bias))
+        if is_adapted(module):
+            out = out + module.low_rank(x, _partial(module.lora_a), own(module.lora_b))
+        return out
 
 
 class VocabParallelEmbedding(LocalStyle):

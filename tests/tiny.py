@@ -1,5 +1,6 @@
 """The tiny model of the cases, its batches, and the reference: one process, no trainer, no parallelism."""
 
+import fnmatch
 import functools
 
 import torch
@@ -7,12 +8,15 @@ import torch.nn.functional as F
 
 from models.decoder import Decoder
 from models.initialize import draw_slice, initial_std
+from models.lora import adaptable, add_adapters
 from trainer.config import Config
 from trainer.config_load import Override, load_config
 from trainer.config_rules import Resolved, resolve_config
+from trainer.config_training import OptimizerGroup
 from trainer.data.packing import positions_after
 from trainer.data.rows import IGNORED
 from trainer.observe import Observed
+from trainer.tuning import lora_scale
 
 TINY = {
     "model.dim": 64, "model.n_layers": 4, "model.n_heads": 4, "model.n_kv_heads": 2, "model.head_dim": 16,
@@ -28,10 +32,14 @@ def tiny_config(**overrides) -> Config:
     return load_config(None, [Override(key, _toml(value)) for key, value in keys.items()])
 
 
-def _toml(value) -> str:
+def _toml(value, inside: bool = False) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f'{key} = "{text}"' for key, text in value.items()) + "}"
-    return str(value).lower() if isinstance(value, bool) else str(list(value) if isinstance(value, tuple) else value)
+        return "{" + ", ".join(f"{key} = {_toml(entry, True)}" for key, entry in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(_toml(entry, True) for entry in value) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if inside and isinstance(value, str) else str(value)
 
 
 def make_batch(config: Config, step: int, mask: str = "none") -> tuple[torch.Tensor, ...]:
@@ -64,12 +72,26 @@ def make_batch(config: Config, step: int, mask: str = "none") -> tuple[torch.Ten
 def reference_model(resolved: Resolved) -> Decoder:
     architecture, config = resolved.architecture, resolved.config
     model = Decoder(architecture, config.training.seq_len)
+    if config.training.method == "lora":
+        add_adapters(
+            model,
+            [name for name in adaptable(model) if _named(name, config.lora.targets)],
+            config.lora.rank,
+            lora_scale(config.lora),
+        )
+    for name, parameter in model.named_parameters():
+        base_of_lora = config.training.method == "lora" and not name.endswith(("lora_a", "lora_b"))
+        parameter.requires_grad_(not base_of_lora and not _named(name, config.training.freeze))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             shape = tuple(parameter.shape)
             start = (0,) * len(shape)
             parameter.copy_(draw_slice(config.job.seed, name, initial_std(architecture, name), shape, start, shape))
     return model
+
+
+def _named(name: str, globs) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(name, f"{glob}.*") for glob in globs)
 
 
 @functools.lru_cache(maxsize=32)
@@ -79,14 +101,20 @@ def reference(config: Config, n_steps: int, mask: str = "none") -> Observed:
     model, seen = reference_model(resolved), Observed()
     named = dict(model.named_parameters())
     seen.initial = {name: parameter.detach().clone() for name, parameter in named.items()}
-    section = config.optimizer
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": section.weight_decay},
-            {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=section.lr, betas=section.betas, eps=section.eps,
-    )  # fmt: skip
+    frozen = {name: p for name, p in named.items() if not p.requires_grad}
+    named = {name: p for name, p in named.items() if p.requires_grad}
+    section, groups = config.optimizer, []
+    for name, p in named.items():
+        own = next((group for group in section.groups if _named(name, group.match)), OptimizerGroup(match=("*",)))
+        decay = section.weight_decay if p.dim() >= 2 else 0.0
+        groups.append(
+            {
+                "params": [p],
+                "lr": section.lr * own.lr_scale,
+                "weight_decay": decay if own.weight_decay is None else own.weight_decay,
+            }
+        )
+    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
     for step in range(1, n_steps + 1):
         tokens, labels, *positions = make_batch(config, step, mask)
         n_valid = int((labels != IGNORED).sum())
@@ -105,5 +133,5 @@ def reference(config: Config, n_steps: int, mask: str = "none") -> Observed:
         optimizer.zero_grad()
         seen.losses.append(loss.item())
         seen.grad_norms.append(norm.item())
-    seen.final = {name: parameter.detach().clone() for name, parameter in named.items()}
+    seen.final = {name: parameter.detach().clone() for name, parameter in (frozen | named).items()}
     return seen

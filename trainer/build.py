@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from models.initialize import draw_slice, initial_std
+from models.lora import adaptable, add_adapters, is_adapter
 from parallelize.apply import ResolvedPlan, Treatment, parallelize_inside, parallelize_part, resolve_plan
 from parallelize.fsdp import Precision
 from parallelize.layout import Layout
@@ -31,6 +32,7 @@ from trainer.loss import TokenLoss
 from trainer.optimizer import build_optimizer
 from trainer.rank import on_main_rank
 from trainer.step import InTurn, TrainStep
+from trainer.tuning import group_of, is_frozen, is_lora, lora_scale, matches, tuning_problems
 
 
 def compute_dtype(config: Config, device_type: str) -> str:
@@ -43,6 +45,7 @@ def precision_of(config: Config, device_type: str) -> Precision:
     """The dtypes of the ``[precision]`` section."""
     return Precision(
         param=getattr(torch, config.precision.param),
+        frozen=getattr(torch, config.precision.frozen or config.precision.param),
         compute=getattr(torch, compute_dtype(config, device_type)),
         reduce=getattr(torch, config.precision.reduce),
     )
@@ -62,9 +65,7 @@ def treatment_of(config: Config, layout: Layout, device_type: str) -> Treatment:
 def build_meta_parts(resolved: Resolved, stage_indices: tuple[int, ...] = (0,)) -> tuple[list[nn.Module], ResolvedPlan]:
     """Stage modules on the meta device, not yet parallel, and the plan resolved on the whole model."""
     config, architecture = resolved.config, resolved.architecture
-    dtype = getattr(torch, config.precision.param)
-    with torch.device("meta"):
-        whole = Decoder(architecture, n_positions=config.training.seq_len).to(dtype)
+    whole = meta_model(config, architecture)
     whole.output.defers = defers_projection(config)
     plan = decoder_plan(
         sequence_parallel=config.parallel.sequence_parallel,
@@ -75,6 +76,36 @@ def build_meta_parts(resolved: Resolved, stage_indices: tuple[int, ...] = (0,)) 
     )
     parts = [split_stage(whole, plan, resolved.layers_per_stage, stage) for stage in stage_indices]
     return parts, resolve_plan(whole, plan)
+
+
+def meta_model(config: Config, architecture: DecoderConfig) -> Decoder:
+    """The whole model on the meta device, with adapters, and parameters frozen as the config says.
+
+    Globs that match nothing are let pass: ``check_tuning`` has seen them on the model of the run, of which this may be a block.
+    """
+    precision = precision_of(config, "cpu")
+    with torch.device("meta"):
+        whole = Decoder(architecture, n_positions=config.training.seq_len).to(precision.param)
+    if is_lora(config):
+        targets = [name for name in adaptable(whole) if matches(name, config.lora.targets)]
+        add_adapters(whole, targets, config.lora.rank, lora_scale(config.lora))
+    for name, parameter in whole.named_parameters():
+        if is_frozen(config, name, is_adapter(name)):
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(precision.frozen)
+    return whole
+
+
+def trained_names(config: Config, architecture: DecoderConfig) -> list[str]:
+    """The parameters of the whole model that are trained."""
+    return [name for name, parameter in meta_model(config, architecture).named_parameters() if parameter.requires_grad]
+
+
+def check_tuning(config: Config, architecture: DecoderConfig) -> list[str]:
+    """What is wrong with the config's globs over parameters and projections, held against the whole model."""
+    whole, trained = meta_model(config, architecture), trained_names(config, architecture)
+    frozen = [name for name, parameter in whole.named_parameters() if not parameter.requires_grad]
+    return list(tuning_problems(config, trained, frozen, adaptable(whole)))
 
 
 def defers_projection(config: Config) -> bool:
@@ -126,7 +157,7 @@ def build_model(
 
     def initial_value(name, shape, start, stop):
         name = originals.get(name, name)
-        if weights is not None:
+        if weights is not None and not is_adapter(name):
             return weights.read(name, shape, start, stop)
         return draw_slice(config.job.seed, name, initial_std(architecture, name), shape, start, stop)
 
@@ -155,11 +186,12 @@ def build_train_step(
     config, layout = resolved.config, resolved.layout
     section = config.optimizer
     optimizer = build_optimizer(
-        [*model.named.items(), *model.copies.items()],
+        [*model.trained.items(), *model.trained_copies.items()],
         lr=section.lr,
         betas=section.betas,
         eps=section.eps,
         weight_decay=section.weight_decay,
+        group_of=partial(group_of, config),
     )
     loss_fn = token_loss(resolved, mesh)
     if layout.pp == 1:

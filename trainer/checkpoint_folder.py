@@ -21,7 +21,8 @@ STATE_FILE = "trainer_state.json"
 # What makes it the same run. The layout, the machine and the length may change at a resume.
 _IDENTITY = (
     "job.seed", "model", "data.seed", "data.shuffle", "data.packing", "data.isolate_documents",
-    "data.too_long", "training.seq_len", "training.global_batch_size", "training.method",
+    "data.too_long", "training.seq_len", "training.global_batch_size", "training.method", "training.freeze",
+    "lora",
 )  # fmt: skip
 
 

@@ -6,28 +6,14 @@ that tie several keys together are ``config_rules.py``.
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
-Count = Annotated[int, Field(ge=1, lt=2**62)]  # a size: at least 1
-CountOrOff = Annotated[int, Field(ge=0, lt=2**62)]  # 0 means "off"
-Length = Annotated[int, Field(ge=1, le=10_000_000)]  # in a batch: what a step could ever hold
-Positive = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Dtype = Literal["float32", "bfloat16"]
+from trainer.config_training import Lora, LrSchedule, Optimizer, Training
+from trainer.config_types import Count, CountOrOff, Dtype, Positive, Section, Table
+
 TorchSchedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
-
-
-class Table(dict):
-    """A table with names of the user's: not changed once it is read, so that a config can be hashed."""
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.items()))
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Job(Section):
@@ -162,53 +148,6 @@ class Data(Section):
     workers: CountOrOff = Field(0, description="loader processes per rank; 0: read in the training process")
 
 
-class Training(Section):
-    method: Literal["pretrain", "sft", "lora"] = Field(
-        "pretrain",
-        description="learn all of a text; or the assistant's part of conversations (sft); or either, in low-rank adapters "
-        "beside frozen weights (lora)",
-    )
-    steps: Count = Field(100, description="optimizer steps of the whole run")
-    seq_len: Length = Field(128, description="tokens per sequence")
-    global_batch_size: Length = Field(16, description="sequences per optimizer step, over all ranks")
-    micro_batch_size: Length = Field(2, description="sequences per forward on one data rank")
-    max_grad_norm: Annotated[float, Field(ge=0)] = Field(
-        1.0, description="clip the gradient to this global 2-norm; 0: off"
-    )
-    loss_chunk_tokens: CountOrOff = Field(
-        0,
-        description="tokens whose logits exist at once: loss and gradients are the same, of a large vocabulary "
-        "memory is not (1024 is a good choice); 0: all of a micro-batch",
-    )
-    nonfinite: Literal["stop", "skip"] = Field(
-        "stop", description="on a loss or gradient that is inf or nan, whose update is never applied: stop, or go on"
-    )
-    nonfinite_limit: Count = Field(10, description='with nonfinite = "skip": stop after so many such steps in a row')
-
-
-class Optimizer(Section):
-    lr: Positive = Field(1e-3, description="peak learning rate of AdamW")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        (0.9, 0.95), strict=False, description="decay of the two moments"
-    )
-    eps: Positive = Field(1e-8, description="added to the root of the second moment")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
-        0.1, description="of matrices; norms and biases are never decayed"
-    )
-
-
-class LrSchedule(Section):
-    warmup_steps: CountOrOff = Field(
-        10, description="steps n of n / (warmup_steps + 1) of the peak; 0: start at the peak"
-    )
-    decay: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "cosine", description='shape after the warm-up; "wsd": constant, then linear over the last decay_steps'
-    )
-    min_lr_ratio: Fraction = Field(0.1, description="the decay's target, as a share of the peak")
-    decay_steps: Count | None = Field(None, description='length of the "wsd" decay (default: a tenth of total_steps)')
-    total_steps: Count | None = Field(None, description="where the decay would end (default: training.steps)")
-
-
 class Parallel(Section):
     layout: Literal["manual", "auto"] = Field(
         "manual",
@@ -261,6 +200,7 @@ class Parallel(Section):
 
 class Precision(Section):
     param: Dtype = Field("float32", description="stored parameters, their gradients and the optimizer's moments")
+    frozen: Dtype | None = Field(None, description="stored parameters that are not trained (default: as param)")
     compute: Dtype | Literal["auto"] = Field(
         "auto", description='forward and backward; "auto": bfloat16 on a GPU, else float32'
     )
@@ -372,6 +312,7 @@ class Config(Section):
     model: Model = Model()
     data: Data = Data()
     training: Training = Training()
+    lora: Lora = Lora()
     optimizer: Optimizer = Optimizer()
     lr_schedule: LrSchedule = LrSchedule()
     parallel: Parallel = Parallel()

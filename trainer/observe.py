@@ -44,7 +44,8 @@ def observe(resolved: Resolved, mesh: Mesh, device: torch.device, batches: Itera
     seen = Observed(dp_index=mesh.dp_index)
 
     def all_of(tensor_of) -> dict[str, torch.Tensor]:
-        return {name: whole(tensor_of(parameter)) for name, parameter in model.named.items()}
+        found = {name: tensor_of(parameter) for name, parameter in model.named.items()}
+        return {name: whole(tensor) for name, tensor in found.items() if tensor is not None}
 
     seen.initial = all_of(lambda parameter: parameter)
     for batch in batches:

@@ -1,10 +1,12 @@
 """AdamW over all of a rank's model parts, with state by parameter name."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from trainer.config_training import OptimizerGroup
 
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
@@ -13,22 +15,36 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
 
 
 def build_optimizer(
-    named: Iterable[tuple[str, nn.Parameter]], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    named: Iterable[tuple[str, nn.Parameter]],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    group_of: Callable[[str], OptimizerGroup | None] = lambda name: None,
 ) -> torch.optim.AdamW:
-    """Fused AdamW. One group per (decayed, mesh): a fused update cannot mix device meshes."""
+    """Fused AdamW. One group per (decay, scale of the rate, mesh): a fused update cannot mix device meshes."""
     groups: dict[tuple, list] = {}
     for name, parameter in named:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((is_decayed(name, parameter), mesh), []).append((name, parameter))
+        own = group_of(name) or OptimizerGroup(match=("*",))
+        decay = weight_decay if is_decayed(name, parameter) else 0.0
+        decay = decay if own.weight_decay is None else own.weight_decay
+        groups.setdefault((decay, own.lr_scale, mesh), []).append((name, parameter))
     return torch.optim.AdamW(
-        [{"params": group, "weight_decay": weight_decay if decayed else 0.0} for (decayed, _), group in groups.items()],
+        [
+            {"params": group, "weight_decay": decay, "lr": lr * scale, "lr_scale": scale}
+            for (decay, scale, _), group in groups.items()
+        ]
+        or [{"params": [], "lr_scale": 1.0}],  # of a pipeline rank whose stages are frozen
         lr=lr, betas=betas, eps=eps, fused=True,
     )  # fmt: skip
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """``lr``: of the config's schedule; each group has its own share of it."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]
 
 
 def create_state(optimizer: torch.optim.AdamW) -> None:

@@ -76,7 +76,7 @@ class StepResult:
     # Of this rank alone, to find out where something not finite came from:
     loss_share: torch.Tensor
     squared_norm_share: torch.Tensor  # over all ranks they add up to the square of grad_norm
-    gradient_norms: Sequence[torch.Tensor]  # in the order of ``LocalModel.named``, before clipping
+    gradient_norms: Sequence[torch.Tensor]  # in the order of ``LocalModel.trained``, before clipping
 
 
 class Verdict:
@@ -121,8 +121,8 @@ class TrainStep:
         self.micro_batches = micro_batches
         self.loss_fn = loss_fn
         self.model = model
-        self.parameters = list(model.named.values())
-        self.copies = list(model.copies.values())
+        self.parameters = list(model.trained.values())
+        self.copies = list(model.trained_copies.values())
         self.optimizer = optimizer
         self.layout = layout
         self.max_grad_norm = max_grad_norm
@@ -155,8 +155,13 @@ class TrainStep:
     def total_and_clip(self, loss_share: torch.Tensor, stop_requested: bool) -> tuple[torch.Tensor, ...]:
         """Total loss, gradient norm and stop votes over all ranks, in one reduction; clip once by the norm."""
         gradients = [parameter.grad for parameter in self.parameters]
-        self.gradient_norms = local_norms(gradients)
-        self.squared_norm_share = squared_norm_share(gradients, self.layout, self.gradient_norms)
+        # A pipeline rank whose stages are frozen has none.
+        self.gradient_norms = local_norms(gradients) if gradients else ()
+        self.squared_norm_share = (
+            squared_norm_share(gradients, self.layout, self.gradient_norms)
+            if gradients
+            else torch.zeros_like(loss_share, dtype=torch.float64)
+        )
         shares = torch.stack(
             [
                 loss_share.double() / self.layout.tp,
@@ -166,7 +171,7 @@ class TrainStep:
         )
         loss, squared_norm, stop = sum_over_ranks(shares).unbind()
         grad_norm = squared_norm.sqrt()
-        if self.max_grad_norm:
+        if self.max_grad_norm and gradients:
             gradients += [parameter.grad for parameter in self.copies]
             clip_by_norm(gradients, grad_norm.float(), self.max_grad_norm)
         return loss, grad_norm, stop

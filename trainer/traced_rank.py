@@ -96,7 +96,12 @@ def trace_rank(resolved: Resolved, pp_rank: int = 0) -> TracedRank:
             collectives.bytes.clear()
             step.forward_backward(tokens, labels)
             step.optimizer.step()
-            gradients = sum(_storage_bytes(parameter.grad) for part in parts for parameter in part.parameters())
+            gradients = sum(
+                _storage_bytes(parameter.grad)
+                for part in parts
+                for parameter in part.parameters()
+                if parameter.grad is not None
+            )
         return TracedRank(
             parameters, gradients, optimizer, recorder.peak_bytes, dict(collectives.counts), dict(collectives.bytes)
         )

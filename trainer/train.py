@@ -183,7 +183,7 @@ def _prepare(
         nonfinite=NonFiniteGuard(
             folder,
             place=mesh.place,
-            parameter_names=list(model.named),
+            parameter_names=list(model.trained),
             limit=1 if training.nonfinite == "stop" else training.nonfinite_limit,
             n_skipped=state["skipped_steps"],
             in_a_row=state["nonfinite_in_a_row"] or 0,
