@@ -12,7 +12,7 @@ import re
 import torch
 
 from models.decoder_config import DecoderConfig
-from models.lora import inputs_of, is_adapter
+from models.names import inputs_of, is_adapter
 
 _BLOCK_NUMEL = 1 << 22  # 16 MiB of fp32 a block: few enough generators, small enough slices
 

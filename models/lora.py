@@ -10,10 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.decoder_config import DecoderConfig
-
-NAMES = ("lora_a", "lora_b")
-
 
 class AdaptedLinear(nn.Linear):
     """A linear layer with an adapter. Made of one by ``add_adapters``."""
@@ -42,14 +38,3 @@ def add_adapters(model: nn.Module, names: Iterable[str], rank: int, scale: float
         layer = model.get_submodule(name)
         layer.__class__ = AdaptedLinear
         layer.add_adapter(rank, scale)
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter is A or B of an adapter."""
-    return name.rpartition(".")[2] in NAMES
-
-
-def inputs_of(config: DecoderConfig, name: str) -> int:
-    """Input features of the projection in a block that holds the parameter ``name``."""
-    projection = name.split(".")[-2]
-    return {"wo": config.n_heads * config.head_dim, "w2": config.ffn_dim}.get(projection, config.dim)

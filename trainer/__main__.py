@@ -153,6 +153,10 @@ COMMANDS = {
             "--checkpoint": _CHECKPOINT | {"help": "what to export (default: the newest checkpoint of --config)"},
             "--out": {"metavar": "DIR", "required": True, "help": "the directory to write"},
             "--dtype": {"choices": ["float32", "bfloat16", "float16"], "help": "of the files (default: as stored)"},
+            "--merge": {
+                "action": "store_true",
+                "help": "of a lora run: the whole model, adapters added (default: adapters alone, as PEFT reads them)",
+            },
             "--max-shard-gb": {"metavar": "X", "type": float, "default": 2.0, "help": "size of a file in GB (default 2)"},
         },
         True,

@@ -12,7 +12,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from models.decoder import Decoder
 from models.decoder_config import DecoderConfig
 from models.initialize import draw_slice, initial_std
-from models.lora import adaptable, add_adapters, is_adapter
+from models.lora import adaptable, add_adapters
+from models.names import is_adapter
 from parallelize.apply import ResolvedPlan, Treatment, parallelize_inside, parallelize_part, resolve_plan
 from parallelize.fsdp import Precision
 from parallelize.layout import Layout
@@ -90,7 +91,7 @@ def meta_model(config: Config, architecture: DecoderConfig) -> Decoder:
         targets = [name for name in adaptable(whole) if matches(name, config.lora.targets)]
         add_adapters(whole, targets, config.lora.rank, lora_scale(config.lora))
     for name, parameter in whole.named_parameters():
-        if is_frozen(config, name, is_adapter(name)):
+        if is_frozen(config, name):
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(precision.frozen)
     return whole
@@ -150,16 +151,10 @@ def build_model(
     treatment = treatment_of(config, resolved.layout, device.type)
     originals = original_names(resolved_plan.plan)
 
-    weights = None
-    if config.model.hf_path and initialise:
-        weights = HfWeights(config.model.hf_path)
-        on_main_rank(weights.check, parameter_shapes(architecture), architecture.tie_embeddings)
+    value_of = initial_values(config, architecture, on_main_rank) if initialise else None
 
-    def initial_value(name, shape, start, stop):
-        name = originals.get(name, name)
-        if weights is not None and not is_adapter(name):
-            return weights.read(name, shape, start, stop)
-        return draw_slice(config.job.seed, name, initial_std(architecture, name), shape, start, stop)
+    def initial_value(name, *slice_of):
+        return value_of(originals.get(name, name), *slice_of)
 
     for part in parts:
         parallelize_part(part, resolved_plan, mesh, treatment)
@@ -169,6 +164,26 @@ def build_model(
             fill_parameters(part, initial_value)
     ends = resolved.stage_ranks[0], resolved.stage_ranks[-1]
     return collect(parts, indices, resolved_plan.plan, mesh, ends)
+
+
+def initial_values(
+    config: Config, architecture: DecoderConfig, once: Callable = lambda function, *arguments: function(*arguments)
+) -> Callable[[str, tuple, tuple, tuple], torch.Tensor]:
+    """(name, shape, start, stop) -> the slice of a parameter's initial value, from the Hugging Face directory or drawn.
+
+    once: how the directory's check is called. Raises ``UserError``.
+    """
+    weights = None
+    if config.model.hf_path:
+        weights = HfWeights(config.model.hf_path)
+        once(weights.check, parameter_shapes(architecture), architecture.tie_embeddings)
+
+    def initial_value(name, shape, start, stop):
+        if weights is not None and not is_adapter(name):
+            return weights.read(name, shape, start, stop)
+        return draw_slice(config.job.seed, name, initial_std(architecture, name), shape, start, stop)
+
+    return initial_value
 
 
 def token_loss(resolved: Resolved, mesh: Mesh) -> TokenLoss:

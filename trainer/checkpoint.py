@@ -13,15 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
+from models.names import is_adapter
 from parallelize.local_model import LocalModel
 from trainer.checkpoint_files import damage_in, read_tensors, stored_tensors
-from trainer.checkpoint_folder import checkpoint_root, read_state
+from trainer.checkpoint_folder import checkpoint_root, holds_adapters, read_state
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import Config
 from trainer.data.tokenizer import digest_of
 from trainer.errors import UserError
 from trainer.optimizer import create_state, optimizer_tensors
 from trainer.rank import on_main_rank
+from trainer.tuning import is_lora
 
 
 class Checkpointer:
@@ -48,6 +50,9 @@ class Checkpointer:
         # where one rank holds both, the first is saved and the copy follows it.
         self.named = model.copies | model.named
         self.followers = {name: parameter for name, parameter in model.copies.items() if name in model.named}
+        self.trained = model.trained_copies | model.trained
+        self.saved = self.trained if is_lora(config) else self.named  # adapters alone
+        self.base: dict | None = None  # what they stand beside
         self.optimizer = optimizer
         self.device = device
 
@@ -70,6 +75,7 @@ class Checkpointer:
             "config": self.config,
             "tokenizer": self.tokenizer,
             "origin": self.origin,
+            "base": self.base,
             "torch": torch.__version__,
         })  # fmt: skip
 
@@ -91,28 +97,37 @@ class Checkpointer:
         read_tensors(folder, tensors, alone=False)
         for name in generators:
             _set_rng_state(name, tensors[name])
-        for name, parameter in self.followers.items():
-            _copy_parameter(self.named[name], parameter, self.optimizer)
+        self._copy_to_followers(self.saved)
         return state
 
     def load_weights(self, folder: Path) -> None:
-        """Read the weights alone, converting their dtype: how a new run starts from a checkpoint of another."""
+        """Read the weights alone, converting their dtype: how a new run starts from a checkpoint of another.
+
+        Of a checkpoint of adapters these, of another all else. Raises ``UserError``.
+        """
         if damage := damage_in(folder):
             raise UserError(*damage)
-        self.origin = read_state(folder)["origin"]
-        tensors = self._weights()
+        state = read_state(folder)
+        self.origin, adapts = state["origin"], holds_adapters(state)
+        named = {name: parameter for name, parameter in self.named.items() if is_adapter(name) == adapts}
+        tensors = self._weights(named)
         stored = on_main_rank(stored_tensors, folder)
         self._check_keys(folder, tensors, {n: t for n, t in stored.items() if n.startswith("model.")}, any_dtype=True)
         read_tensors(folder, tensors, alone=False)
-        for name, parameter in self.followers.items():
-            _copy_parameter(self.named[name], parameter, self.optimizer)
+        self._copy_to_followers(named)
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return {f"model.{name}": parameter.detach() for name, parameter in self.named.items()}
+    def _copy_to_followers(self, named: dict[str, nn.Parameter]) -> None:
+        for name, parameter in self.followers.items():
+            if name in named:
+                _copy_parameter(named[name], parameter, self.optimizer)
+
+    @staticmethod
+    def _weights(named: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        return {f"model.{name}": parameter.detach() for name, parameter in named.items()}
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        tensors = self._weights()
-        state = optimizer_tensors(self.optimizer, self.named)
+        tensors = self._weights(self.saved)
+        state = optimizer_tensors(self.optimizer, self.trained)
         tensors |= {f"optimizer.{name}": tensor for name, tensor in state.items()}
         rank = dist.get_rank()
         tensors[f"rng.cpu.{rank}"] = torch.get_rng_state()
@@ -148,7 +163,7 @@ class Checkpointer:
 @torch.no_grad()
 def _copy_parameter(source: nn.Parameter, target: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
     target.copy_(source)
-    for kind, tensor in optimizer.state[source].items():
+    for kind, tensor in optimizer.state.get(source, {}).items():
         optimizer.state[target][kind].copy_(tensor)
 
 

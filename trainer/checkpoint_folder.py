@@ -32,6 +32,7 @@ _LATER_STATE_KEYS = (
     "validation_loss",
     "nonfinite_in_a_row",
     "data",
+    "base",
 )  # None where an earlier version did not write them
 
 
@@ -100,7 +101,7 @@ def read_state(folder: Path) -> dict:
 
     step, skipped_steps; config: as resolved; files: their manifest; tokenizer: digest of its file; origin: what a
     Hugging Face directory said beside the architecture; validation_loss: None where it was not measured at that step; data:
-    ``Samples.identity``.
+    ``Samples.identity``; base: of adapters, what they stand beside, as from ``adapters.base_of``.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a checkpoint folder, such as outputs/debug/checkpoints/step-00000100")
@@ -154,6 +155,11 @@ def architecture_in(folder: Path) -> DecoderConfig:
     """The architecture of the model in a checkpoint. Raises ``UserError``."""
     model = read_state(folder)["config"]["model"]
     return DecoderConfig(**{key: model[key] for key in DecoderConfig.__dataclass_fields__})
+
+
+def holds_adapters(state: dict) -> bool:
+    """Whether a checkpoint, by its ``trainer_state.json``, is of adapters alone."""
+    return state["config"]["training"].get("method") == "lora"
 
 
 def best_checkpoint(folders: Sequence[Path]) -> tuple[Path, float] | None:

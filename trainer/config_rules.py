@@ -16,7 +16,15 @@ from models.decoder_config import DecoderConfig
 from parallelize.balance import balance_costs
 from parallelize.layout import Layout
 from parallelize.schedules import Schedule, balance_uniform, schedule_of
-from trainer.checkpoint_folder import EXPORT_MARKER, architecture_in, checkpoint_root, complete_checkpoints
+from trainer.checkpoint_folder import (
+    EXPORT_MARKER,
+    STATE_FILE,
+    architecture_in,
+    checkpoint_root,
+    complete_checkpoints,
+    holds_adapters,
+    read_state,
+)
 from trainer.config import Config, Model, Parallel
 from trainer.config_training import Lora
 from trainer.data.mixture import pattern_of, weights_by_step
@@ -331,6 +339,16 @@ def _start_problems(config: Config) -> Iterator[str]:
         yield (
             f'model.hf_path = "{config.model.hf_path}" and checkpoint.init_from = "{config.checkpoint.init_from}" both name '
             "initial weights: keep one"
+        )
+    init_from = config.checkpoint.init_from
+    if (
+        init_from is not None
+        and (Path(init_from) / STATE_FILE).is_file()
+        and holds_adapters(read_state(Path(init_from)))
+    ):
+        yield (
+            f'checkpoint.init_from = "{init_from}" holds adapters alone: write the whole model with export-hf --merge and name that in '
+            "model.hf_path, or go on with them (checkpoint.resume)"
         )
     if config.checkpoint.export_dir is not None:
         yield from _export_problems(config, Path(config.checkpoint.export_dir))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parallelize.mesh import Mesh
+from trainer.adapters import weights_of, with_weights_of
 from trainer.build import build_model, build_train_step
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_folder import read_state
@@ -27,6 +28,7 @@ from trainer.launch import check_files, count_processes
 from trainer.rank import run_rank
 from trainer.step import Batch
 from trainer.torchrun import run_ranks
+from trainer.tuning import is_lora
 
 
 def main(options: argparse.Namespace, overrides: list[Override]) -> int:
@@ -44,12 +46,7 @@ def main(options: argparse.Namespace, overrides: list[Override]) -> int:
     elif config.validation.sets:
         config = config.model_copy(update={"validation": config.validation.model_copy(update={"interval": 1})})
     if options.checkpoint is not None:
-        config = config.model_copy(
-            update={
-                "checkpoint": config.checkpoint.model_copy(update={"init_from": options.checkpoint}),
-                "model": config.model.model_copy(update={"hf_path": None}),
-            }
-        )
+        config = with_weights_of(config, options.checkpoint)
     nproc = count_processes(config, options.nproc, n_nodes=1)
     resolve_config(config, nproc)
     check_files(config)
@@ -95,11 +92,10 @@ def _evaluate(config: Config, device: torch.device, n_batches: int) -> dict:
     resolved = resolve_config(config, dist.get_world_size())
     sets = load_validation_rows(config, resolved.architecture.vocab_size)
     mesh = Mesh(resolved.layout, device.type)
-    init_from = config.checkpoint.init_from
-    model = build_model(resolved, mesh, device, initialise=init_from is None)
+    model = build_model(resolved, mesh, device, initialise=config.checkpoint.init_from is None or is_lora(config))
     step = build_train_step(resolved, model, mesh, device)
-    if init_from is not None:
-        Checkpointer(config, model, step.optimizer, device).load_weights(Path(init_from))
+    for folder in weights_of(config):
+        Checkpointer(config, model, step.optimizer, device).load_weights(folder)
     seen = {}
     for name, rows in sets.items():
         batches = batches_in_order(rows, config.training.global_batch_size, mesh.dp_index, resolved.layout.dp)

@@ -29,6 +29,13 @@ def part_of_manifest(folder: Path) -> Manifest:
     return manifest_of(folder, _share(data_files(folder)))
 
 
+def shared_manifest(folder: Path, files: list[str]) -> Manifest:
+    """``manifest_of`` of files that the ranks share out. Called by all ranks together."""
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, manifest_of(folder, _share(files)))
+    return {name: entry for part in parts for name, entry in sorted(part.items())}
+
+
 def find_damage(folder: Path, manifest: Manifest) -> list[str]:
     """What differs from the manifest, a line a file; each rank reads a part. Called by all ranks together."""
     parts: list = [None] * dist.get_world_size()

@@ -6,11 +6,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from models.names import is_adapter
 from parallelize.grad_norm import local_tensor
 from parallelize.mesh import Mesh
+from trainer.adapters import weights_of, with_weights_of
 from trainer.build import build_model
 from trainer.checkpoint_files import damage_in, read_tensors
-from trainer.checkpoint_folder import read_state
+from trainer.checkpoint_folder import holds_adapters, read_state
 from trainer.config import Config
 from trainer.config_load import load_config
 from trainer.config_rules import Resolved, resolve_config
@@ -18,6 +20,7 @@ from trainer.data.tokenizer import load_tokenizer_for
 from trainer.errors import UserError
 from trainer.hf_import import config_of_directory
 from trainer.rank import run_rank
+from trainer.tuning import is_lora
 
 
 def main(options: argparse.Namespace) -> int:
@@ -51,23 +54,20 @@ def _config_of(options: argparse.Namespace) -> Config:
         return config_of_directory(options.hf, options.tokenizer)
     saved = read_state(Path(options.checkpoint))["config"]["data"]["tokenizer"]
     config = load_config(None)
-    return config.model_copy(
-        update={
-            "checkpoint": config.checkpoint.model_copy(update={"init_from": options.checkpoint}),
-            "data": config.data.model_copy(update={"tokenizer": options.tokenizer or saved}),
-        }
-    )
+    data = config.data.model_copy(update={"tokenizer": options.tokenizer or saved})
+    return with_weights_of(config.model_copy(update={"data": data}), options.checkpoint)
 
 
 def _continue(resolved: Resolved, device: torch.device, prompt: list[int], n_tokens: int, eos_id: int) -> list[int]:
     assert dist.get_world_size() == 1
-    init_from = resolved.config.checkpoint.init_from
-    mesh = Mesh(resolved.layout, device.type)
-    model = build_model(resolved, mesh, device, initialise=init_from is None)
-    if init_from is not None:
-        if damage := damage_in(Path(init_from)):
+    config, mesh = resolved.config, Mesh(resolved.layout, device.type)
+    model = build_model(resolved, mesh, device, initialise=config.checkpoint.init_from is None or is_lora(config))
+    for folder in weights_of(config):
+        if damage := damage_in(folder):
             raise UserError(*damage)
-        read_tensors(Path(init_from), {f"model.{name}": local_tensor(p.detach()) for name, p in model.named.items()})
+        adapts = holds_adapters(read_state(folder))
+        named = {name: p.detach() for name, p in model.named.items() if is_adapter(name) == adapts}
+        read_tensors(folder, {f"model.{name}": local_tensor(tensor) for name, tensor in named.items()})
     model.parts[0].output.defers = False  # logits are what is wanted here
     ids = list(prompt)
     with torch.no_grad():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from parallelize.mesh import Mesh
+from trainer.adapters import base_of, check_base
 from trainer.auto_layout import choose_layout
 from trainer.build import build_model, build_train_step, compute_dtype
 from trainer.checkpoint import Checkpointer
@@ -31,6 +32,7 @@ from trainer.hf_export import export_run
 from trainer.instruments import Instruments
 from trainer.loop import Run, RunFacts, Validation, train
 from trainer.lr_schedule import LrSchedule
+from trainer.manifest import shared_manifest
 from trainer.measured_balance import with_measured_balance
 from trainer.memory_report import is_out_of_memory, memory_report, start_history, write_snapshot
 from trainer.metrics import Reporter
@@ -45,6 +47,7 @@ from trainer.rank_log import LOG, close_rank_log, open_rank_log
 from trainer.signals import StopRequest
 from trainer.step import TrainStep
 from trainer.summary import device_name, stage_lines, summary
+from trainer.tuning import is_lora
 from trainer.watchdog import Watchdog
 
 
@@ -143,8 +146,8 @@ def _prepare(
     if config.parallel.balance == "measured" and resolved.layout.pp > 1:
         resolved = with_measured_balance(resolved, mesh, device, folder)
         config = resolved.config
-    init_from = config.checkpoint.init_from
-    model = build_model(resolved, mesh, device, initialise=resume_from is None and init_from is None)
+    is_fresh = resume_from is None and config.checkpoint.init_from is None
+    model = build_model(resolved, mesh, device, initialise=is_fresh or is_lora(config))
     step = build_train_step(resolved, model, mesh, device)
     checkpointer = Checkpointer(config, model, step.optimizer, device, samples.identity)
     state = _load(config, checkpointer, resume_from)
@@ -250,10 +253,18 @@ def _set_aside(damaged: list[Path]) -> None:
 
 def _load(config: Config, checkpointer: Checkpointer, resume_from: Path | None) -> dict:
     """Fill the state from where the run starts. Returns its ``trainer_state.json``, or that of step 0."""
+    init_from = config.checkpoint.init_from
+    if is_lora(config):  # whose checkpoints are beside the base, and never of it
+        checkpointer.base = base_of(config, shared_manifest)
+        if resume_from is not None:
+            on_main_rank(check_base, resume_from, read_state(resume_from), checkpointer.base)
+        if init_from is not None:
+            checkpointer.load_weights(Path(init_from))
     if resume_from is not None:
         return checkpointer.load(resume_from)
-    if config.checkpoint.init_from is not None:
-        checkpointer.load_weights(Path(config.checkpoint.init_from))
+    if init_from is not None:
+        if not is_lora(config):
+            checkpointer.load_weights(Path(init_from))
     elif config.model.hf_path is not None:
         checkpointer.origin = read_origin(config.model.hf_path)
     return {"step": 0, "skipped_steps": 0, "nonfinite_in_a_row": 0}

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from models.names import is_adapter
 from trainer.config import Config
 from trainer.config_training import Lora, OptimizerGroup
 
@@ -29,9 +30,9 @@ def matches(name: str, globs: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(holder, glob) for glob in globs for holder in holders)
 
 
-def is_frozen(config: Config, name: str, is_adapter: bool) -> bool:
+def is_frozen(config: Config, name: str) -> bool:
     """Whether the parameter ``name`` keeps its initial value."""
-    return (is_lora(config) and not is_adapter) or matches(name, config.training.freeze)
+    return (is_lora(config) and not is_adapter(name)) or matches(name, config.training.freeze)
 
 
 def group_of(config: Config, name: str) -> OptimizerGroup | None:

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # What a trainer file other than build.py may take from the other two packages: numbers, the mesh, helpers.
 # Never a model class or a plan.
 TRAINER_MAY = {
-    "models", "models.decoder_config", "models.hugging_face", "parallelize.layout", "parallelize.schedules", "parallelize.mesh",
+    "models", "models.decoder_config", "models.hugging_face", "models.names", "parallelize.layout", "parallelize.schedules", "parallelize.mesh",
     "parallelize.grad_norm", "parallelize.local_model", "parallelize.balance",
 }  # fmt: skip
 
