@@ -14,6 +14,7 @@ from trainer.config import Config
 from trainer.config_rules import Resolved, schedule_for
 from trainer.data.samples import Samples
 from trainer.hardware import GIB
+from trainer.tuning import lora_scale
 
 _EQUAL = StageTime(forward_s=1.0, input_s=1.0, weight_s=1.0)
 
@@ -22,9 +23,11 @@ def stage_lines(resolved: Resolved, model: LocalModel) -> list[str]:
     """A line a pipeline rank: its stages, layers, parameters, and what a rank of it keeps. Called by all ranks together."""
     held = list(model.named.values()) + list(model.copies.values())
     n_parameters = sum(parameter.numel() for parameter in held)
-    state_bytes = sum(4 * local_tensor(parameter).numel() * parameter.element_size() for parameter in held)
+    n_trained = sum(parameter.numel() for parameter in held if parameter.requires_grad)
+    # With its gradient and two moments, where it is trained.
+    state_bytes = sum(local_tensor(parameter).nbytes * (4 if parameter.requires_grad else 1) for parameter in held)
     everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (n_parameters, state_bytes))
+    dist.all_gather_object(everyone, (n_parameters, n_trained, state_bytes))
     lines = []
     for rank in range(resolved.layout.pp):
         ranks = everyone[rank * resolved.layout.stage_ranks : (rank + 1) * resolved.layout.stage_ranks]
@@ -36,7 +39,8 @@ def stage_lines(resolved: Resolved, model: LocalModel) -> list[str]:
             else f"pp {rank}: stage {', '.join(map(str, stages))}, {layers} layer{'s' * (layers != '1')}, "
         )
         lines.append(
-            f"{of}{ranks[0][0]:,} parameters; {_size(max(n_bytes for _, n_bytes in ranks))} a rank with gradients and optimizer"
+            f"{of}{ranks[0][0]:,} parameters{_of_which(*ranks[0][:2])}; {_size(max(of_rank[2] for of_rank in ranks))} a rank with "
+            "gradients and optimizer"
         )
     return lines
 
@@ -51,6 +55,7 @@ def summary(resolved: Resolved, device_name: str, samples: Samples, links: str, 
     recompute, compiles = config.activation_checkpoint.mode, "on" if config.compile.enabled else "off"
     lines = [
         ("model", f"{model}, {architecture.n_params:,} parameters"),
+        *(("method", line) for line in [_method(config)] if line),
         (
             "compute",
             f"{flops / 1e6:,.4g} MFLOP a token, attention counted in full; recompute {recompute}, compile {compiles}",
@@ -78,6 +83,10 @@ def summary(resolved: Resolved, device_name: str, samples: Samples, links: str, 
         lines.append(
             ("warning", "parameters in bfloat16: an update below 1/256 of a weight is lost (1.0 - 1e-4 == 1.0)")
         )
+    if config.training.method != "pretrain" and not (config.model.hf_path or config.checkpoint.init_from):
+        lines.append(
+            ("warning", f"{config.training.method} of weights drawn at random: name trained ones with model.hf_path")
+        )
     if config.lr_schedule.warmup_steps >= training.steps:
         lines.append(("warning", f"the run ends within the warm-up of {config.lr_schedule.warmup_steps} steps"))
     if config.metrics.tensorboard:
@@ -91,6 +100,17 @@ def summary(resolved: Resolved, device_name: str, samples: Samples, links: str, 
         f"{'' if label == before else label:<12}{text}" for (before, _), (label, text) in zip([("", "")] + lines, lines)
     ]
     return "\n".join(shown)
+
+
+def _method(config: Config) -> str:
+    """How it is fine-tuned; "" if it is not."""
+    training, lora = config.training, config.lora
+    frozen = f"; frozen: {', '.join(training.freeze)}" if training.freeze else ""
+    if training.method == "pretrain":
+        return frozen.removeprefix("; ")
+    if training.method == "sft":
+        return f"sft: the assistant's part of conversations{frozen}"
+    return f"lora: rank {lora.rank}, scale {lora_scale(lora):.4g}, on {', '.join(lora.targets)}{frozen}"
 
 
 def device_name(device: torch.device) -> str:
@@ -125,6 +145,10 @@ def _schedule(resolved: Resolved) -> str:
     idle = replay(orders, [_EQUAL] * n_stages).idle_share
     runs = f", {resolved.n_schedule_runs} runs a step" if resolved.n_schedule_runs > 1 else ""
     return f"{config.parallel.schedule}, {n_stages} stages, {n_in_a_run} micro-batches{runs}: {idle:.1%} idle if stages are equal"
+
+
+def _of_which(n_parameters: int, n_trained: int) -> str:
+    return "" if n_trained == n_parameters else f", {n_trained:,} of them trained"
 
 
 def _size(n_bytes: int) -> str:

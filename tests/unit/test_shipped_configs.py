@@ -7,6 +7,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from models import FAMILIES
 from models.decoder import Decoder
+from models.names import is_adapter
 from parallelize.apply import resolve_plan
 from parallelize.pipeline import split_stage
 from parallelize.plan import decoder_plan, resolve
@@ -21,6 +22,8 @@ SHIPPED = {
     "llama3_8b": (8, [32], [8_030_261_248]),
     "llama3_2_1b": (8, [16], [1_235_814_400]),
     "smollm2_135m": (8, [30], [134_515_008]),
+    "smollm2_135m_sft": (1, [30], [134_515_008]),
+    "smollm2_135m_lora": (1, [30], [134_515_008 + 4_884_480]),
     "qwen2_5_7b": (8, [28], [7_615_616_512]),
     "qwen3_0_6b": (8, [28], [596_049_920]),
     "qwen3_8b": (8, [36], [8_190_735_360]),
@@ -48,7 +51,8 @@ def test_shipped_config(name):
     parts, plan = build_meta_parts(resolved, tuple(range(len(layers))))
     assert list(resolved.layers_per_stage) == layers
     assert [sum(p.numel() for p in part.parameters()) for part in parts] == sizes
-    assert sum(sizes) == resolved.architecture.n_params
+    adapters = sum(p.numel() for part in parts for name, p in part.named_parameters() if is_adapter(name))
+    assert sum(sizes) == resolved.architecture.n_params + adapters
     assert (CONFIG_DIR / f"{name}.toml").read_text().startswith("#:schema ./schema.json\n")
 
 
