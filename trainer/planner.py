@@ -81,7 +81,9 @@ class Planner:
         self.units = TracedUnits(config, architecture)
         self.usable_bytes = _USABLE * cluster.gpu.memory_bytes
         precision = precision_of(config, "cuda")
-        self.elements = ElementBytes(precision.param.itemsize, precision.compute.itemsize, precision.reduce.itemsize)
+        self.elements = ElementBytes(
+            precision.param.itemsize, precision.frozen.itemsize, precision.compute.itemsize, precision.reduce.itemsize
+        )
         self.numbers = ModelNumbers(
             architecture.dim, architecture.vocab_size, architecture.head_dim, architecture.tie_embeddings
         )
@@ -200,7 +202,10 @@ class Planner:
     def _may_fit(self, job: Job) -> bool:
         """Whether it could fit as far as the trace of one sequence tells: most that do not fit are known from here."""
         n_own = self.architecture.n_params / (job.layout.pp * job.layout.tp * job.layout.dp_shard)
-        if 3 * self.elements.param * n_own > self.usable_bytes:
+        each = self.elements.frozen if self.config.training.method == "lora" else 3 * self.elements.param
+        if self.config.training.freeze:
+            each = min(each, self.elements.frozen)
+        if each * n_own > self.usable_bytes:
             return False
         one = self.units.traces(job.layout.tp, job.recompute, 1)
         return self._fits(job, {unit: _least(unit, trace, job.micro_batch_size) for unit, trace in one.items()})

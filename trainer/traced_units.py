@@ -187,7 +187,9 @@ def _local_shapes(modules: list[nn.Module], sequence_parallel: bool) -> tuple[Lo
         whole = isinstance(parameter, DTensor) and parameter.placements[0].is_replicate()
         dims = tuple(parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape)
         # A replicated matrix is a key or value projection of few heads; a vector is a norm, over a part of the sequence.
-        shapes.append(LocalShape(dims, summed=whole and (sequence_parallel or len(dims) > 1)))
+        shapes.append(
+            LocalShape(dims, summed=whole and (sequence_parallel or len(dims) > 1), trained=parameter.requires_grad)
+        )
     return tuple(shapes)
 
 

@@ -81,16 +81,17 @@ def _composed(
             unit(name, stays_gathered(names, index, shapes, model, job)) for index, name in enumerate(names)
         ]
     everything = [unit for stage in stages for unit in units[stage]]
+    parameters = sum(unit.parameters for unit in everything)
     sharded = sum(unit.sharded for unit in everything)
-    n_tensors = sum(len(shapes[unit.name]) for unit in everything)
-    parameters = sharded * job.elements.param
-    optimizer = 2 * parameters + _FLOAT32 * n_tensors  # two moments, and a step count for each tensor
+    n_tensors = sum(unit.n_trained for unit in everything)
+    optimizer = 2 * sharded * job.elements.param + _FLOAT32 * n_tensors  # two moments, and a step count for each tensor
+    output = job.output_bytes(model)
     if job.layout.pp > 1:
-        moments = _pipelined(job, units, orders[pp_rank], job.output_bytes(model))
+        moments = _pipelined(job, units, orders[pp_rank], output)
     elif job.reshard or (job.fsdp and job.n_microbatches == 1):
-        moments = _in_turn(job, units[0])
+        moments = _in_turn(job, units[0], output)
     else:
-        moments = _in_turn_reduced_once(job, units[0])
+        moments = _in_turn_reduced_once(job, units[0], output)
     return (parameters, optimizer, _buffers(job, model, stages)), moments
 
 
@@ -103,14 +104,21 @@ def _buffers(job: Job, model: ModelNumbers, stages: list[int]) -> int:
     return tables + batch + received
 
 
-def _gathering_forward(job: Job, units: list[Unit], gradients: float, held: Held):
-    """Moments of a forward that gathers each unit as it comes to it; returns the bytes that stay gathered."""
+def _gathering_forward(job: Job, units: list[Unit], gradients: float, held: Held, output: int):
+    """Moments of a forward that gathers each unit as it comes to it; returns the bytes that stay gathered.
+
+    output: bytes that the model gives. Before the loss takes them the buffer of the last gather is freed.
+    """
     share = 1 / job.layout.dp_shard
     gathered, before = 0, 0  # ``before``: the buffer of the gather before, held until the next
     for unit in units:
         flat = unit.gathered * (1 + share)
         yield gradients, gathered + before + flat + unit.gathered, *held.with_peak(unit, 0)
-        yield gradients, gathered + unit.gathered * 2, *held.with_peak(unit, unit.trace.forward_peak_bytes)
+        if unit.name == "head":
+            yield gradients, gathered + unit.gathered * 2, *held.with_peak(unit, output)
+            yield gradients, gathered + unit.gathered, *held.with_peak(unit, unit.trace.forward_peak_bytes)
+        else:
+            yield gradients, gathered + unit.gathered * 2, *held.with_peak(unit, unit.trace.forward_peak_bytes)
         before = unit.gathered
         if unit.stays:
             gathered += unit.gathered
@@ -118,10 +126,10 @@ def _gathering_forward(job: Job, units: list[Unit], gradients: float, held: Held
     return gathered
 
 
-def _in_turn_reduced_once(job: Job, units: list[Unit]):
+def _in_turn_reduced_once(job: Job, units: list[Unit], output: int):
     """The same where parameters stay gathered and gradients whole until the step's last micro-batch."""
     held, memory = Held(), StageMemory(job, 0, units, 0)
-    gathered = yield from _gathering_forward(job, units, 0, held)
+    gathered = yield from _gathering_forward(job, units, 0, held, output)
     whole, activations, logits = 0, held.activations, held.logits
     last = min(job.n_microbatches, 3) - 1  # from the second on they are alike
     for kind in "BF" * last:
@@ -142,13 +150,13 @@ def _in_turn_reduced_once(job: Job, units: list[Unit]):
         gradients += unit.sharded * job.elements.param
 
 
-def _in_turn(job: Job, units: list[Unit]):
+def _in_turn(job: Job, units: list[Unit], output: int):
     """Moments (gradients, gathered, activations, logits) of one micro-batch after another through the whole model."""
     share = 1 / job.layout.dp_shard
     # Of the micro-batches before; there is none before the only one.
     gradients = sum(unit.sharded for unit in units) * job.elements.param if job.n_microbatches > 1 else 0
     held = Held()
-    gathered = yield from _gathering_forward(job, units, gradients, held)
+    gathered = yield from _gathering_forward(job, units, gradients, held, output)
     reducing = 0  # the input of the reduction before, held until the next begins
     # FSDP2 holds what it sums over replicas until the end of the backward. The only micro-batch's is its gradients.
     holds = job.layout.dp_replicate > 1 and (job.n_microbatches > 1 or job.elements.reduce != job.elements.param)
@@ -164,7 +172,7 @@ def _in_turn(job: Job, units: list[Unit]):
             gathered -= unit.gathered
         # Its gradients, as computed and as they are reduced.
         # With one data shard, what the first unit had gathered is freed after that only.
-        whole = unit.gathered * (2 if job.layout.dp_shard == 1 and index == 0 else 1)
+        whole = (unit.computed if job.fsdp else 0) + (unit.gathered if job.layout.dp_shard == 1 and index == 0 else 0)
         most = unit.reduction(whole, job.elements.compute)
         yield gradients, gathered + ahead + most, *held.with_peak(unit, 0)
         reducing = unit.reduced

@@ -32,9 +32,21 @@ class LocalShape(NamedTuple):
 
     dims: tuple[int, ...]
     summed: bool
+    trained: bool = True
 
 
 Shapes = Mapping[str, tuple[LocalShape, ...]]  # unit -> its parameters
+
+
+def trained_of(shapes: tuple[LocalShape, ...]) -> tuple[LocalShape, ...]:
+    """Those with a gradient and an optimizer's state."""
+    return tuple(shape for shape in shapes if shape.trained)
+
+
+def starts_detached(shapes: Shapes) -> bool:
+    """Whether nothing is trained before the first block's projections: its input has no gradient, and the embedding no backward."""
+    norms = [shape for shape in trained_of(shapes["block"]) if len(shape.dims) == 1]
+    return not trained_of(shapes["embedding"]) and not norms
 
 
 def gathered_elements(shapes: tuple[LocalShape, ...], dp_shard: int) -> int:
@@ -97,9 +109,11 @@ class UnitTrace:
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Bytes of an element of: stored parameters (gradients and moments alike), computation, gradient reduction."""
+    """Bytes of an element of: stored parameters (gradients and moments alike), those that are frozen, computation,
+    gradient reduction."""
 
     param: int
+    frozen: int
     compute: int
     reduce: int
 
@@ -129,7 +143,7 @@ class Job:
     @property
     def fsdp(self) -> bool:
         """Whether FSDP2 is applied: ``parallelize.fsdp.needs_fsdp``."""
-        return self.layout.dp > 1 or self.elements.compute != self.elements.param
+        return self.layout.dp > 1 or {self.elements.param, self.elements.frozen} != {self.elements.compute}
 
     @property
     def n_stages(self) -> int:

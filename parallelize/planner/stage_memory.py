@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from parallelize.planner.numbers import Job, UnitTrace, gathered_elements, sharded_elements
+from parallelize.planner.numbers import Job, UnitTrace, gathered_elements, sharded_elements, trained_of
 
 Moment = tuple[float, float, float]  # bytes of whole gradients, activations, logits
 
@@ -13,15 +13,19 @@ class Unit:
 
     def __init__(self, name: str, trace: UnitTrace, shapes: tuple, stays: bool, job: Job):
         layout, elements = job.layout, job.elements
+        trained = trained_of(shapes)
         self.name = name
         self.trace = trace
-        self.sharded = sharded_elements(shapes, layout.dp_shard)
-        whole = gathered_elements(shapes, layout.dp_shard)
-        self.gathered = whole * elements.compute if job.fsdp else 0  # copies of what is stored
+        self.n_trained = len(trained)
+        self.sharded = sharded_elements(trained, layout.dp_shard)  # of those that are trained
+        frozen = sharded_elements(shapes, layout.dp_shard) - self.sharded
+        self.parameters = self.sharded * elements.param + frozen * elements.frozen
+        self.gathered = gathered_elements(shapes, layout.dp_shard) * elements.compute if job.fsdp else 0  # copies
+        whole = gathered_elements(trained, layout.dp_shard)
         self.computed = whole * elements.compute  # gradients as autograd gives them,
         self.reduced = whole * (elements.reduce if job.fsdp else elements.param)  # and as they are added up
-        self.largest = max((math.prod(shape.dims) for shape in shapes), default=0) * elements.compute
-        self._last = math.prod(shapes[-1].dims) if shapes and layout.dp_shard > 1 else 0
+        self.largest = max((math.prod(shape.dims) for shape in trained), default=0) * elements.compute
+        self._last = math.prod(trained[-1].dims) if trained and layout.dp_shard > 1 else 0
         self._share = 1 / layout.dp_shard
         self._cast = self.sharded * elements.param if elements.reduce != elements.param else 0
         self._fsdp = job.fsdp

@@ -5,7 +5,15 @@ from dataclasses import dataclass, replace
 
 from parallelize.layout import Layout
 from parallelize.planner.hardware import Cluster
-from parallelize.planner.numbers import Job, ModelNumbers, Shapes, UnitTrace, gathered_elements, sharded_elements
+from parallelize.planner.numbers import (
+    Job,
+    ModelNumbers,
+    Shapes,
+    UnitTrace,
+    gathered_elements,
+    sharded_elements,
+    trained_of,
+)
 from parallelize.planner.op_time import busy_seconds, seconds
 from parallelize.planner.operations import Collective, Elementwise, Operation, scaled
 from parallelize.planner.replay import StageTime, action_orders, count_gathers, replay
@@ -119,7 +127,7 @@ def step_time(
 
 def _optimizer_s(job: Job, shapes: Shapes, cluster: Cluster) -> float:
     """Of the pipeline rank with the most parameters."""
-    of_unit = {unit: sharded_elements(of_unit, job.layout.dp_shard) for unit, of_unit in shapes.items()}
+    of_unit = {unit: sharded_elements(trained_of(of_unit), job.layout.dp_shard) for unit, of_unit in shapes.items()}
     ranks = [0] * job.layout.pp
     for stage, rank in enumerate(job.stage_ranks):
         ranks[rank] += sum(of_unit[unit] for unit in job.units_of(stage))
@@ -134,6 +142,7 @@ def _fsdp_times(job: Job, shapes: Shapes, cluster: Cluster) -> dict[str, tuple[f
     for unit, of_unit in shapes.items():
         whole = gathered_elements(of_unit, layout.dp_shard)
         gather = seconds(Collective("all_gather", "dp_shard", whole * elements.compute), cluster, layout)
+        whole = gathered_elements(trained_of(of_unit), layout.dp_shard)
         reduce = seconds(Collective("reduce_scatter", "dp_shard", whole * elements.reduce), cluster, layout)
         if layout.dp_replicate > 1:
             share = whole // layout.dp_shard * elements.reduce

@@ -43,7 +43,8 @@ def trace_unit(
         gradient = torch.empty_like(output)
         before = recorder.live_bytes
         recorder.restart_peak()
-        output.backward(gradient)
+        if output.requires_grad:  # not that of a frozen embedding
+            output.backward(gradient)
     return UnitTrace(
         kept_bytes=kept,
         forward_peak_bytes=forward_peak,
@@ -98,7 +99,11 @@ def _bytes_of_gradients(unit: nn.Module) -> int:
 
 def _weight_gradients(unit: nn.Module, backward: Counter[Operation]) -> dict[Operation, int]:
     """The matmuls of a backward that make the gradients of the unit's matrices: [out, tokens] x [tokens, in]."""
-    shapes = [tuple(getattr(parameter, "_local_tensor", parameter).shape) for parameter in unit.parameters()]
+    shapes = [
+        tuple(getattr(parameter, "_local_tensor", parameter).shape)
+        for parameter in unit.parameters()
+        if parameter.requires_grad
+    ]
     made = Counter(
         operation
         for operation in backward
