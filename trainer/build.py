@@ -26,6 +26,7 @@ from parallelize.pipeline import Pipeline, split_stage
 from parallelize.plan import decoder_plan
 from trainer.config import Config
 from trainer.config_rules import Resolved
+from trainer.config_training import Lora
 from trainer.data.rows import IGNORED
 from trainer.hf_directory import HfWeights
 from trainer.layout_rules import reshards
@@ -100,6 +101,38 @@ def meta_model(config: Config, architecture: DecoderConfig) -> Decoder:
 def trained_names(config: Config, architecture: DecoderConfig) -> list[str]:
     """The parameters of the whole model that are trained."""
     return [name for name, parameter in meta_model(config, architecture).named_parameters() if parameter.requires_grad]
+
+
+def flops_per_token(config: Config, architecture: DecoderConfig) -> int:
+    """``DecoderConfig.flops_per_token`` of this training: without gradients of frozen matrices, and with adapters."""
+    flops = architecture.flops_per_token(config.training.seq_len)
+    if not (is_lora(config) or config.training.freeze):
+        return flops
+    for name, parameter in meta_model(config, architecture).named_parameters():
+        looked_up = name == "tok_embeddings.weight" and not architecture.tie_embeddings
+        if is_adapter(name):
+            flops += (6 if parameter.requires_grad else 4) * parameter.numel()
+        elif not parameter.requires_grad and not looked_up:
+            flops -= 2 * parameter.numel()
+    return flops
+
+
+def with_matching_globs(config: Config, architecture: DecoderConfig) -> Config:
+    """The config without globs that match nothing in a model with fewer layers than the run's."""
+    whole = meta_model(config, architecture)
+    names, projections = [name for name, _ in whole.named_parameters()], adaptable(whole)
+
+    def matching(globs: tuple[str, ...], among: list[str]) -> tuple[str, ...]:
+        return tuple(glob for glob in globs if any(matches(name, [glob]) for name in among))
+
+    groups = [group.model_copy(update={"match": matching(group.match, names)}) for group in config.optimizer.groups]
+    targets = matching(config.lora.targets, projections) or Lora().targets
+    sections = {
+        "training": config.training.model_copy(update={"freeze": matching(config.training.freeze, names)}),
+        "lora": config.lora.model_copy(update={"targets": targets}),
+        "optimizer": config.optimizer.model_copy(update={"groups": tuple(group for group in groups if group.match)}),
+    }
+    return config.model_copy(update=sections)
 
 
 def check_tuning(config: Config, architecture: DecoderConfig) -> list[str]:

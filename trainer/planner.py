@@ -14,7 +14,7 @@ from parallelize.planner.numbers import ElementBytes, Job, ModelNumbers, Shapes,
 from parallelize.planner.replay import Replay, action_orders, replay
 from parallelize.planner.step_time import StepTime, UnitTime, least_s, send_s, stage_times, step_time, unit_time
 from parallelize.schedules import schedule_of
-from trainer.build import defers_projection, precision_of
+from trainer.build import defers_projection, flops_per_token, precision_of
 from trainer.config import Config
 from trainer.config_rules import layers_per_stage_of
 from trainer.errors import UserError
@@ -87,6 +87,7 @@ class Planner:
         self.numbers = ModelNumbers(
             architecture.dim, architecture.vocab_size, architecture.head_dim, architecture.tie_embeddings
         )
+        self.flops_per_token = flops_per_token(config, architecture)
         self._times: dict[tuple, dict[str, UnitTime]] = {}
 
     def search(self, top: int = 5) -> Plan:
@@ -126,7 +127,7 @@ class Planner:
         job = job or self.job_of(choice)
         time = self._time(job)
         tokens = choice.config.training.global_batch_size * job.seq_len / time.total_s
-        flops = tokens * self.architecture.flops_per_token(job.seq_len)
+        flops = tokens * self.flops_per_token
         peak = self.cluster.gpu.peak_flops * job.layout.world_size
         memory = tuple(self._memory(job, rank) for rank in range(job.layout.pp))
         return Prediction(choice, job, memory, time, tokens, flops / peak)

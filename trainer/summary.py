@@ -10,6 +10,7 @@ from parallelize.grad_norm import local_tensor
 from parallelize.local_model import LocalModel
 from parallelize.planner.replay import StageTime, action_orders, replay
 from parallelize.planner.topology import node_map
+from trainer.build import flops_per_token
 from trainer.config import Config
 from trainer.config_rules import Resolved, schedule_for
 from trainer.data.samples import Samples
@@ -51,7 +52,7 @@ def summary(resolved: Resolved, device_name: str, samples: Samples, links: str, 
     precision, n_processes = config.precision, layout.world_size
     architecture = resolved.architecture
     model = config.model.hf_path or config.checkpoint.init_from or f"{config.model.family} {config.model.size}"
-    flops = architecture.flops_per_token(training.seq_len)
+    flops = flops_per_token(config, architecture)
     recompute, compiles = config.activation_checkpoint.mode, "on" if config.compile.enabled else "off"
     lines = [
         ("model", f"{model}, {architecture.n_params:,} parameters"),

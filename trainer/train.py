@@ -13,7 +13,7 @@ import torch.distributed as dist
 from parallelize.mesh import Mesh
 from trainer.adapters import base_of, check_base
 from trainer.auto_layout import choose_layout
-from trainer.build import build_model, build_train_step, compute_dtype
+from trainer.build import build_model, build_train_step, compute_dtype, flops_per_token
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint_files import damage_in
 from trainer.checkpoint_folder import changed_since, check_same_run, choose_resume, read_state, set_aside
@@ -310,7 +310,7 @@ def _facts(resolved: Resolved, device: torch.device) -> RunFacts:
     config = resolved.config
     return RunFacts(
         tokens_per_step=resolved.tokens_per_step,
-        flops_per_token=resolved.architecture.flops_per_token(config.training.seq_len),
+        flops_per_token=flops_per_token(config, resolved.architecture),
         layout=resolved.layout,
         peak_flops=peak_flops(device_name(device), compute_dtype(config, device.type)),
     )

@@ -44,11 +44,12 @@ def tuning_problems(
     config: Config, trained: Sequence[str], frozen: Sequence[str], adaptable: Sequence[str]
 ) -> Iterator[str]:
     """What is wrong with the globs. ``trained``, ``frozen``: the parameters of the whole model, adapters included."""
-    if is_lora(config):
-        yield from _unmatched("lora.targets", config.lora.targets, adaptable)
-    yield from _unmatched("training.freeze", config.training.freeze, [*trained, *frozen])
+    unmatched = list(_unmatched("lora.targets", config.lora.targets, adaptable)) if is_lora(config) else []
+    unmatched += _unmatched("training.freeze", config.training.freeze, [*trained, *frozen])
+    yield from unmatched
     if not trained:
-        yield f"training.freeze = {list(config.training.freeze)} leaves nothing to train"
+        if not unmatched:
+            yield f"training.freeze = {list(config.training.freeze)} leaves nothing to train"
         return
     taken: dict[str, int] = {}
     for number, group in enumerate(config.optimizer.groups, 1):

@@ -11,8 +11,9 @@ import torch
 
 from parallelize.layout import AXES
 from parallelize.schedules import schedule_of
+from trainer.build import with_matching_globs
 from trainer.config import ActivationCheckpoint, Compile, Config, Parallel
-from trainer.config_rules import Resolved, architecture_keys, resolve_config
+from trainer.config_rules import Resolved, architecture_keys, architecture_of, resolve_config
 from trainer.observe import Observed
 
 # (config, processes) -> what each rank saw. Raises RuntimeError if a rank fails.
@@ -94,10 +95,13 @@ def shrink(resolved: Resolved) -> Config:
     parallel = config.parallel
     if parallel.balance != "uniform":
         parallel = parallel.model_copy(update={"balance": layers})
-    checkpoint = config.checkpoint.model_copy(update={"init_from": None})
-    return config.model_copy(
-        update={"model": model, "training": training, "parallel": parallel, "checkpoint": checkpoint}
-    )
+    # Conversations may be longer than the shorter rows.
+    sections = {
+        "data": config.data.model_copy(update={"too_long": "truncate"}),
+        "checkpoint": config.checkpoint.model_copy(update={"init_from": None}),
+    }
+    small = config.model_copy(update={"model": model, "training": training, "parallel": parallel, **sections})
+    return with_matching_globs(small, architecture_of(small))
 
 
 def _n_params(resolved: Resolved, shape: dict) -> int:

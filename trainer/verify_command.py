@@ -76,7 +76,7 @@ def batches_for(resolved: Resolved, mesh: Mesh, n_steps: int) -> Iterator[Batch]
     """This data rank's first batches of the config's own data.
 
     Ids are folded into the shrunk vocabulary. A seventh to all of each sequence's labels count, depending on
-    its content alone: with equal counts a mean of means would pass unnoticed. Where documents are isolated, half of
+    its content alone: with equal counts a mean of means would pass unnoticed. (Of conversations, as they say.) Where documents are isolated, half of
     them is made a document of its own: short sequences may lie within one.
     """
     config, vocab_size = resolved.config, resolved.architecture.vocab_size
@@ -84,11 +84,12 @@ def batches_for(resolved: Resolved, mesh: Mesh, n_steps: int) -> Iterator[Batch]
     loader = make_loader(
         samples, config.data, config.training.global_batch_size, mesh.dp_index, resolved.layout.dp, first_step=1
     )
+    masked = any(rows.stream.masked for rows in samples.rows.values())  # of unequal counts as they are
     for batch in itertools.islice(loader, n_steps):
         tokens = batch["tokens"] % vocab_size
         n_kept = config.training.seq_len * (1 + tokens.sum(dim=1, keepdim=True) % 7) // 7
         index = torch.arange(config.training.seq_len)
-        ignored = (index >= n_kept) | (batch["labels"] == IGNORED)
+        ignored = ((index >= n_kept) & (not masked)) | (batch["labels"] == IGNORED)
         labels = (batch["labels"] % vocab_size).masked_fill(ignored, IGNORED)
         if "positions" not in batch:
             yield tokens, labels
