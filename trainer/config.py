@@ -160,9 +160,9 @@ class Training(Section):
         1.0, description="clip the gradient to this global 2-norm; 0: off"
     )
     loss_chunk_tokens: CountOrOff = Field(
-        0,
-        description="tokens whose logits exist at once: loss and gradients are the same, of a large vocabulary "
-        "memory is not (1024 is a good choice); 0: all of a micro-batch",
+        1024,
+        description="tokens whose logits exist at once, where seq_len is above it: the loss and its gradients are the same, "
+        "with a large vocabulary in less memory; 0: all of a micro-batch",
     )
     nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="on a loss or gradient that is inf or nan, whose update is never applied: stop, or go on"
@@ -244,11 +244,16 @@ class Parallel(Section):
 
 
 class Precision(Section):
-    param: Dtype = Field("float32", description="stored parameters, their gradients and the optimizer's moments")
+    param: Dtype = Field("float32", description="stored parameters and their gradients")
     compute: Dtype | Literal["auto"] = Field(
         "auto", description='forward and backward; "auto": bfloat16 on a GPU, else float32'
     )
     reduce: Dtype = Field("float32", description="gradient reduction over data ranks")
+    moments: Literal["param", "bfloat16"] = Field(
+        "param",
+        description="what the optimizer's two moments are stored in, as param or at half of float32's memory; they are updated in "
+        "float32",
+    )
 
 
 class ActivationCheckpoint(Section):
@@ -256,6 +261,11 @@ class ActivationCheckpoint(Section):
         "none",
         description='recompute in the backward: nothing; all but attention and every second matmul ("selective"); each whole block',
     )
+    every: Count = Field(1, description="recompute only each so many-th block, from the first on; 1: all")
+
+    @property
+    def shown(self) -> str:
+        return self.mode if self.every == 1 or self.mode == "none" else f"{self.mode} of every {self.every} blocks one"
 
 
 class Compile(Section):
@@ -265,6 +275,11 @@ class Compile(Section):
         "default",
         description="of inductor: CUDA graphs around each block (reduce-overhead), kernels chosen by measuring them "
         "(max-autotune-no-cudagraphs), or both",
+    )
+    memory_budget: Fraction = Field(
+        1.0,
+        description="share of a block's activations that inductor may keep, choosing itself what to compute again: 0 is as "
+        'activation_checkpoint.mode = "full", 1 keeps all that speeds it up',
     )
 
 

@@ -1,10 +1,65 @@
 """AdamW over all of a rank's model parts, with state by parameter name."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+_PIECE = 2**26  # elements whose moments are in fp32 at once, but for a larger single tensor
+
+
+class AdamWWithSmallMoments(torch.optim.AdamW):
+    """Fused AdamW that stores its moments in bfloat16 and updates them in fp32.
+
+    Rounded to nearest, and so the same at any layout. What changes by less than 1/512 of itself a step stands still:
+    ``config_rules`` refuses betas so near to 1.
+    """
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for piece in _pieces(parameters):
+                self._update(piece, group)
+
+    def _update(self, parameters: list[nn.Parameter], group: dict) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["step"] = torch.zeros((), device=parameter.device)
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    self.state[parameter][kind] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        stored = [
+            [_local(self.state[parameter][kind]) for parameter in parameters] for kind in ("exp_avg", "exp_avg_sq")
+        ]
+        locals_ = [_local(parameter) for parameter in parameters]
+        whole = [[moment.to(parameter.dtype) for moment, parameter in zip(kind, locals_)] for kind in stored]
+        adamw(
+            locals_, [_local(parameter.grad) for parameter in parameters], *whole, [],
+            [self.state[parameter]["step"] for parameter in parameters],
+            fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            grad_scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None),
+        )  # fmt: skip
+        for kind, updated in zip(stored, whole):
+            torch._foreach_copy_(kind, updated)
+
+
+def _pieces(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    piece, n_elements = [], 0
+    for parameter in parameters:
+        if piece and n_elements + _local(parameter).numel() > _PIECE:
+            yield piece
+            piece, n_elements = [], 0
+        piece.append(parameter)
+        n_elements += _local(parameter).numel()
+    if piece:
+        yield piece
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
@@ -13,14 +68,18 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
 
 
 def build_optimizer(
-    named: Iterable[tuple[str, nn.Parameter]], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
-    """Fused AdamW. One group per (decayed, mesh): a fused update cannot mix device meshes."""
+    named: Iterable[tuple[str, nn.Parameter]], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+    small_moments: bool = False,
+) -> torch.optim.AdamW:  # fmt: skip
+    """Fused AdamW. One group per (decayed, mesh): a fused update cannot mix device meshes.
+
+    small_moments: moments in bfloat16.
+    """
     groups: dict[tuple, list] = {}
     for name, parameter in named:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((is_decayed(name, parameter), mesh), []).append((name, parameter))
-    return torch.optim.AdamW(
+    return (AdamWWithSmallMoments if small_moments else torch.optim.AdamW)(
         [{"params": group, "weight_decay": weight_decay if decayed else 0.0} for (decayed, _), group in groups.items()],
         lr=lr, betas=betas, eps=eps, fused=True,
     )  # fmt: skip

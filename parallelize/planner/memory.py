@@ -84,7 +84,7 @@ def _composed(
     sharded = sum(unit.sharded for unit in everything)
     n_tensors = sum(len(shapes[unit.name]) for unit in everything)
     parameters = sharded * job.elements.param
-    optimizer = 2 * parameters + _FLOAT32 * n_tensors  # two moments, and a step count for each tensor
+    optimizer = 2 * sharded * job.elements.moment + _FLOAT32 * n_tensors  # a step count for each tensor
     if job.layout.pp > 1:
         moments = _pipelined(job, units, orders[pp_rank], job.output_bytes(model))
     elif job.reshard or (job.fsdp and job.n_microbatches == 1):
@@ -110,7 +110,9 @@ def _gathering_forward(job: Job, units: list[Unit], gradients: float, held: Held
     for unit in units:
         flat = unit.gathered * (1 + share)
         yield gradients, gathered + before + flat + unit.gathered, *held.with_peak(unit, 0)
-        yield gradients, gathered + unit.gathered * 2, *held.with_peak(unit, unit.trace.forward_peak_bytes)
+        # The head's worst moment is in the loss, when the model's forward is over and its last gather's buffer freed.
+        buffer = 0 if unit.name == "head" else unit.gathered
+        yield gradients, gathered + unit.gathered + buffer, *held.with_peak(unit, unit.trace.forward_peak_bytes)
         before = unit.gathered
         if unit.stays:
             gathered += unit.gathered
