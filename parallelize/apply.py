@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass
 
+import torch._functorch.config
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -19,14 +20,17 @@ from parallelize.tensor_parallel import apply_tensor_parallel
 class Treatment:
     """Everything ``parallelize_part`` does besides the plan and the mesh.
 
-    recompute: "none", "selective" or "full". compile_backend: None for eager. compile_mode: as of ``torch.compile``.
+    recompute: "none", "selective" or "full", of each ``recompute_every``-th block. compile_backend: None for eager.
+    compile_mode: as of ``torch.compile``. memory_budget: share of a compiled block's activations that it may keep.
     reshard_after_forward: free gathered parameters after the forward and gather again for the backward.
     """
 
     precision: Precision
     recompute: str = "none"
+    recompute_every: int = 1
     compile_backend: str | None = None
     compile_mode: str = "default"
+    memory_budget: float = 1.0
     reshard_after_forward: bool = True
 
 
@@ -59,16 +63,19 @@ def parallelize_inside(part: nn.Module, resolved: ResolvedPlan, mesh: Mesh, trea
     tp_mesh = mesh.axis("tp")
     if tp_mesh is not None:
         apply_tensor_parallel(part, tp_mesh, resolved.styles, resolved.plan)
-    for name in resolved.blocks:
+    if treatment.compile_backend is not None:
+        torch._functorch.config.activation_memory_budget = treatment.memory_budget  # read when a block is compiled
+    for number, name in enumerate(resolved.blocks):
         if owned(part, name):
-            part.set_submodule(name, _prepare_block(part.get_submodule(name), treatment))
+            recompute = "none" if number % treatment.recompute_every else treatment.recompute
+            part.set_submodule(name, _prepare_block(part.get_submodule(name), recompute, treatment))
 
 
-def _prepare_block(block: nn.Module, treatment: Treatment) -> nn.Module:
+def _prepare_block(block: nn.Module, recompute: str, treatment: Treatment) -> nn.Module:
     # Full recompute must wrap the compiled block (inside it, tensor parallelism fails in torch 2.13);
     # the selective policy must be seen by the compiler, so it goes inside.
-    inside = treatment.recompute if treatment.recompute == "selective" else "none"
-    outside = treatment.recompute if treatment.recompute == "full" else "none"
+    inside = recompute if recompute == "selective" else "none"
+    outside = recompute if recompute == "full" else "none"
     block = with_recompute(block, inside)
     if treatment.compile_backend is not None:
         block.compile(backend=treatment.compile_backend, mode=treatment.compile_mode, fullgraph=True)

@@ -58,8 +58,10 @@ def treatment_of(config: Config, layout: Layout, device_type: str) -> Treatment:
     return Treatment(
         precision=precision_of(config, device_type),
         recompute=config.activation_checkpoint.mode,
+        recompute_every=config.activation_checkpoint.every,
         compile_backend=config.compile.backend if config.compile.enabled else None,
         compile_mode=config.compile.mode,
+        memory_budget=config.compile.memory_budget,
         reshard_after_forward=reshards(config, layout),
     )
 
@@ -144,7 +146,8 @@ def check_tuning(config: Config, architecture: DecoderConfig) -> list[str]:
 
 def defers_projection(config: Config) -> bool:
     """Whether the loss projects piece by piece: of a vocabulary that is spread only where its logits may be."""
-    return config.training.loss_chunk_tokens > 0 and (config.parallel.tp == 1 or config.parallel.loss_parallel)
+    training, parallel = config.training, config.parallel
+    return 0 < training.loss_chunk_tokens < training.seq_len and (parallel.tp == 1 or parallel.loss_parallel)
 
 
 def build_units(resolved: Resolved, mesh: Mesh, device_type: str) -> Decoder:
@@ -240,6 +243,7 @@ def build_train_step(
         eps=section.eps,
         weight_decay=section.weight_decay,
         group_of=partial(group_of, config),
+        small_moments=config.precision.moments == "bfloat16" != config.precision.param,
     )
     loss_fn = token_loss(resolved, mesh)
     if layout.pp == 1:

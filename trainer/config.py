@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator, Field, field_validator
 
 from trainer.config_training import Lora, LrSchedule, Optimizer, Training
-from trainer.config_types import Count, CountOrOff, Dtype, Positive, Section, Table
+from trainer.config_types import Count, CountOrOff, Dtype, Fraction, Positive, Section, Table
 
 TorchSchedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -199,12 +199,17 @@ class Parallel(Section):
 
 
 class Precision(Section):
-    param: Dtype = Field("float32", description="stored parameters, their gradients and the optimizer's moments")
+    param: Dtype = Field("float32", description="stored parameters and their gradients")
     frozen: Dtype | None = Field(None, description="stored parameters that are not trained (default: as param)")
     compute: Dtype | Literal["auto"] = Field(
         "auto", description='forward and backward; "auto": bfloat16 on a GPU, else float32'
     )
     reduce: Dtype = Field("float32", description="gradient reduction over data ranks")
+    moments: Literal["param", "bfloat16"] = Field(
+        "param",
+        description="what the optimizer's two moments are stored in, as param or at half of float32's memory; they are updated in "
+        "float32",
+    )
 
 
 class ActivationCheckpoint(Section):
@@ -212,6 +217,11 @@ class ActivationCheckpoint(Section):
         "none",
         description='recompute in the backward: nothing; all but attention and every second matmul ("selective"); each whole block',
     )
+    every: Count = Field(1, description="recompute only each so many-th block, from the first on; 1: all")
+
+    @property
+    def shown(self) -> str:
+        return self.mode if self.every == 1 or self.mode == "none" else f"{self.mode} of every {self.every} blocks one"
 
 
 class Compile(Section):
@@ -221,6 +231,11 @@ class Compile(Section):
         "default",
         description="of inductor: CUDA graphs around each block (reduce-overhead), kernels chosen by measuring them "
         "(max-autotune-no-cudagraphs), or both",
+    )
+    memory_budget: Fraction = Field(
+        1.0,
+        description="share of a block's activations that inductor may keep, choosing itself what to compute again: 0 is as "
+        'activation_checkpoint.mode = "full", 1 keeps all that speeds it up',
     )
 
 

@@ -33,6 +33,7 @@ from trainer.hf_directory import read_architecture
 from trainer.layout_rules import Choice, layout_problems
 from trainer.tuning import is_lora, matches
 
+_LARGEST_BETA = 1 - 2**-8  # of moments in bfloat16, which has 8 bits
 _NOT_ARCHITECTURE = {"family", "size", "hf_path"}
 
 
@@ -106,6 +107,7 @@ def resolve_config(config: Config, world_size: int, start_with: str = "--nproc {
     architecture = attempt(architecture_of, config)
     layout = attempt(layout_of, config.parallel, world_size, start_with)
     problems += _lr_problems(config)
+    problems += _moment_problems(config)
     problems += _data_problems(config)
     problems += _validation_problems(config)
     problems += _checkpoint_problems(config)
@@ -231,6 +233,15 @@ def _lr_problems(config: Config) -> Iterator[str]:
         )
 
 
+def _moment_problems(config: Config) -> Iterator[str]:
+    beta = max(config.optimizer.betas)
+    if config.precision.moments == "bfloat16" and beta > _LARGEST_BETA:
+        yield (
+            f"optimizer.betas has {beta:g}: in bfloat16 (precision.moments) a moment that decays so slowly is rounded back to "
+            f'what it was: use at most {_LARGEST_BETA:g}, or precision.moments = "param"'
+        )
+
+
 def _data_problems(config: Config) -> Iterator[str]:
     data = config.data
     if data.source == "bundled" and data.path is not None:
@@ -304,6 +315,16 @@ def _compile_problems(config: Config) -> Iterator[str]:
         yield (
             f'compile.mode = "{section.mode}" is one of inductor\'s, and compile.backend = "{section.backend}": '
             'use compile.backend = "inductor" or compile.mode = "default"'
+        )
+    if section.memory_budget < 1 and not (section.enabled and section.backend == "inductor"):
+        yield (
+            f"compile.memory_budget = {section.memory_budget:g} is inductor's to keep: set compile.enabled = true and "
+            'compile.backend = "inductor", or leave it out'
+        )
+    if section.memory_budget < 1 and config.activation_checkpoint.mode != "none":
+        yield (
+            f"compile.memory_budget = {section.memory_budget:g} and activation_checkpoint.mode = "
+            f'"{config.activation_checkpoint.mode}" both say what to compute again: keep one'
         )
 
 

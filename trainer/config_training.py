@@ -26,9 +26,9 @@ class Training(Section):
         1.0, description="clip the gradient to this global 2-norm; 0: off"
     )
     loss_chunk_tokens: CountOrOff = Field(
-        0,
-        description="tokens whose logits exist at once: loss and gradients are the same, of a large vocabulary "
-        "memory is not (1024 is a good choice); 0: all of a micro-batch",
+        1024,
+        description="tokens whose logits exist at once, where seq_len is above it: the loss and its gradients are the same, "
+        "with a large vocabulary in less memory; 0: all of a micro-batch",
     )
     nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="on a loss or gradient that is inf or nan, whose update is never applied: stop, or go on"

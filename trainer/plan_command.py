@@ -78,10 +78,10 @@ def _not_modelled(config: Config) -> list[str]:
     lines = []
     if config.compile.enabled:
         lines.append("compile.enabled = true: compiled blocks are predicted as if they were not")
+    if config.compile.memory_budget < 1:
+        lines.append("compile.memory_budget: what it saves and computes again is not counted")
     if config.data.isolate_documents:
         lines.append("data.isolate_documents = true: attention is counted as over whole rows")
-    if config.training.loss_chunk_tokens:
-        lines.append("training.loss_chunk_tokens: memory of the last stage is predicted too high, by up to 15%")
     if config.parallel.balance == "measured":
         lines.append('parallel.balance = "measured" is predicted as "flops"')
     return lines

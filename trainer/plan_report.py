@@ -168,7 +168,7 @@ def _heading(planner: Planner) -> str:
 def _name(prediction: Prediction) -> str:
     job = prediction.job
     schedule = f", {_schedule(prediction)}" if job.layout.pp > 1 else ""
-    return f"{job.layout}{schedule}, micro-batch {job.micro_batch_size}, recompute {job.recompute}"
+    return f"{job.layout}{schedule}, micro-batch {job.micro_batch_size}, recompute {prediction.choice.config.activation_checkpoint.shown}"
 
 
 def _schedule(prediction: Prediction) -> str:
@@ -193,7 +193,7 @@ def _row(planner: Planner, prediction: Prediction) -> list[str]:
     largest = max(rest, key=rest.get)
     share = rest[largest] / time.total_s
     return [
-        "", str(job.layout), _schedule(prediction), str(job.micro_batch_size), job.recompute,
+        "", str(job.layout), _schedule(prediction), str(job.micro_batch_size), prediction.choice.config.activation_checkpoint.shown,
         f"{prediction.peak_bytes / GIB:.1f}", f"{time.total_s:.2f}", f"{prediction.tokens_per_s:,.0f}",
         f"{100 * prediction.mfu:.1f}%", f"{largest} {100 * share:.0f}%" if share > 0.005 else "nothing",
     ]  # fmt: skip

@@ -82,8 +82,9 @@ class Planner:
         self.usable_bytes = _USABLE * cluster.gpu.memory_bytes
         precision = precision_of(config, "cuda")
         self.elements = ElementBytes(
-            precision.param.itemsize, precision.frozen.itemsize, precision.compute.itemsize, precision.reduce.itemsize
-        )
+            precision.param.itemsize, precision.frozen.itemsize, precision.compute.itemsize, precision.reduce.itemsize,
+            moment=precision.param.itemsize if config.precision.moments == "param" else 2,
+        )  # fmt: skip
         self.numbers = ModelNumbers(
             architecture.dim, architecture.vocab_size, architecture.head_dim, architecture.tie_embeddings
         )
@@ -157,6 +158,7 @@ class Planner:
             sequence_parallel=config.parallel.sequence_parallel,
             loss_parallel=config.parallel.loss_parallel,
             defers_projection=defers_projection(config),
+            recompute_every=config.activation_checkpoint.every,
         )
 
     def _choices(self) -> Iterator[Choice]:
@@ -203,25 +205,30 @@ class Planner:
     def _may_fit(self, job: Job) -> bool:
         """Whether it could fit as far as the trace of one sequence tells: most that do not fit are known from here."""
         n_own = self.architecture.n_params / (job.layout.pp * job.layout.tp * job.layout.dp_shard)
-        each = self.elements.frozen if self.config.training.method == "lora" else 3 * self.elements.param
-        if self.config.training.freeze:
+        each = self.elements.param + 2 * self.elements.moment
+        if self.config.training.method == "lora" or self.config.training.freeze:
             each = min(each, self.elements.frozen)
         if each * n_own > self.usable_bytes:
             return False
-        one = self.units.traces(job.layout.tp, job.recompute, 1)
-        return self._fits(job, {unit: _least(unit, trace, job.micro_batch_size) for unit, trace in one.items()})
+        one = self._traces(job, 1)
+        return self._fits(job, {unit: _least(unit, trace, job) for unit, trace in one.items()})
 
     def _fits(self, job: Job, traces: dict[str, UnitTrace] | None = None) -> bool:
-        traces = traces or self._traces_of(job)
+        traces = traces or self.traces_of(job)
         orders, shapes = job.orders_that_fill_memory(), self.shapes_of(job)
         return all(
             rank_fits(job, self.numbers, shapes, traces, orders, rank, self.usable_bytes)
             for rank in range(job.layout.pp)
         )
 
-    def _traces_of(self, job: Job) -> dict[str, UnitTrace]:
-        splits = job.layout.pp > 1 and job.schedule.splits_backward
-        return self.units.traces(job.layout.tp, job.recompute, job.micro_batch_size, splits)
+    def traces_of(self, job: Job) -> dict[str, UnitTrace]:
+        return self._traces(job, job.micro_batch_size, job.layout.pp > 1 and job.schedule.splits_backward)
+
+    def _traces(self, job: Job, micro_batch_size: int, split: bool = False) -> dict[str, UnitTrace]:
+        traces = self.units.traces(job.layout.tp, job.recompute, micro_batch_size, split)
+        if job.recompute_every == 1:
+            return traces
+        return traces | {"kept_block": self.units.traces(job.layout.tp, "none", micro_batch_size, split)["block"]}
 
     def _least_s(self, job: Job) -> float:
         return least_s(job, self.numbers, self.shapes_of(job), self._times_of(job), self.cluster)
@@ -231,26 +238,29 @@ class Planner:
 
     def _memory(self, job: Job, rank: int) -> RankMemory:
         orders = job.orders_that_fill_memory()
-        return rank_memory(job, self.numbers, self.shapes_of(job), self._traces_of(job), orders, rank)
+        return rank_memory(job, self.numbers, self.shapes_of(job), self.traces_of(job), orders, rank)
 
     def shapes_of(self, job: Job) -> Shapes:
         """Parameters by unit, as the job holds them."""
         shapes = self.units.shapes(job.layout.tp)
+        if job.recompute_every > 1:
+            shapes = shapes | {"kept_block": shapes["block"]}
         return with_one_table(shapes) if self.numbers.tied and job.layout.pp == 1 else shapes
 
     def _times_of(self, job: Job) -> dict[str, UnitTime]:
         key = job.layout.tp, job.recompute, job.micro_batch_size
         if key not in self._times:
-            traces = self.units.traces(job.layout.tp, job.recompute, 1)
             self._times[key] = {
-                unit: unit_time(trace, job.micro_batch_size, self.cluster, job.layout) for unit, trace in traces.items()
+                unit: unit_time(trace, job.micro_batch_size, self.cluster, job.layout)
+                for unit, trace in self._traces(job, 1).items()
             }
         return self._times[key]
 
 
-def _least(unit: str, trace: UnitTrace, batch: int) -> UnitTrace:
-    """No more than what ``batch`` sequences need, from the trace of one."""
-    kept = batch * trace.kept_bytes
+def _least(unit: str, trace: UnitTrace, job: Job) -> UnitTrace:
+    """No more than what a micro-batch of the job needs, from the trace of one sequence."""
+    # What a head keeps that defers the projection is mostly its weight's gradient, as large for one as for many.
+    kept = trace.kept_bytes * (1 if unit == "head" and job.defers_projection else job.micro_batch_size)
     between_halves = 0 if unit == "head" else kept
     split = SplitTrace(between_halves, 0, 0, 0, 0, 0)
     return replace(trace, kept_bytes=kept, forward_peak_bytes=kept, backward_peak_bytes=0, split=split)

@@ -21,7 +21,11 @@ def what_main_thread_does() -> str:
     saving = next((thread for thread in threading.enumerate() if thread.name == SAVING_THREAD), None)
     if saving is not None and any(entry.filename == threading.__file__ for entry in stack):
         stack = _stack_of(saving) or stack  # it waits for a save in the background
+    # Code that torch.compile has written waits by the same call as parallelize/collectives.py does. With NCCL the host
+    # goes on, and waits where it reads from the device.
     waits = any("torch/distributed/" in entry.filename for entry in stack[-3:])
+    waits = waits or any(".wait_tensor" in (entry.line or "") for entry in stack)
+    waits = waits or any(read in (stack[-1].line or "") for read in (".synchronize()", ".tolist()", ".item()"))
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
     ours = [entry for entry in stack if not entry.filename.startswith(libraries)] or stack
     where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}"

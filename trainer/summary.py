@@ -53,7 +53,7 @@ def summary(resolved: Resolved, device_name: str, samples: Samples, links: str, 
     architecture = resolved.architecture
     model = config.model.hf_path or config.checkpoint.init_from or f"{config.model.family} {config.model.size}"
     flops = flops_per_token(config, architecture)
-    recompute, compiles = config.activation_checkpoint.mode, "on" if config.compile.enabled else "off"
+    recompute, compiles = config.activation_checkpoint.shown, "on" if config.compile.enabled else "off"
     lines = [
         ("model", f"{model}, {architecture.n_params:,} parameters"),
         *(("method", line) for line in [_method(config)] if line),

@@ -84,14 +84,13 @@ def _composed(
     parameters = sum(unit.parameters for unit in everything)
     sharded = sum(unit.sharded for unit in everything)
     n_tensors = sum(unit.n_trained for unit in everything)
-    optimizer = 2 * sharded * job.elements.param + _FLOAT32 * n_tensors  # two moments, and a step count for each tensor
-    output = job.output_bytes(model)
+    optimizer = 2 * sharded * job.elements.moment + _FLOAT32 * n_tensors  # a step count for each tensor
     if job.layout.pp > 1:
-        moments = _pipelined(job, units, orders[pp_rank], output)
+        moments = _pipelined(job, units, orders[pp_rank], job.output_bytes(model))
     elif job.reshard or (job.fsdp and job.n_microbatches == 1):
-        moments = _in_turn(job, units[0], output)
+        moments = _in_turn(job, units[0])
     else:
-        moments = _in_turn_reduced_once(job, units[0], output)
+        moments = _in_turn_reduced_once(job, units[0])
     return (parameters, optimizer, _buffers(job, model, stages)), moments
 
 
@@ -104,21 +103,16 @@ def _buffers(job: Job, model: ModelNumbers, stages: list[int]) -> int:
     return tables + batch + received
 
 
-def _gathering_forward(job: Job, units: list[Unit], gradients: float, held: Held, output: int):
-    """Moments of a forward that gathers each unit as it comes to it; returns the bytes that stay gathered.
-
-    output: bytes that the model gives. Before the loss takes them the buffer of the last gather is freed.
-    """
+def _gathering_forward(job: Job, units: list[Unit], gradients: float, held: Held):
+    """Moments of a forward that gathers each unit as it comes to it; returns the bytes that stay gathered."""
     share = 1 / job.layout.dp_shard
     gathered, before = 0, 0  # ``before``: the buffer of the gather before, held until the next
     for unit in units:
         flat = unit.gathered * (1 + share)
         yield gradients, gathered + before + flat + unit.gathered, *held.with_peak(unit, 0)
-        if unit.name == "head":
-            yield gradients, gathered + unit.gathered * 2, *held.with_peak(unit, output)
-            yield gradients, gathered + unit.gathered, *held.with_peak(unit, unit.trace.forward_peak_bytes)
-        else:
-            yield gradients, gathered + unit.gathered * 2, *held.with_peak(unit, unit.trace.forward_peak_bytes)
+        # The head's worst moment is in the loss, when the model's forward is over and its last gather's buffer freed.
+        buffer = 0 if unit.name == "head" else unit.gathered
+        yield gradients, gathered + unit.gathered + buffer, *held.with_peak(unit, unit.trace.forward_peak_bytes)
         before = unit.gathered
         if unit.stays:
             gathered += unit.gathered
@@ -126,10 +120,10 @@ def _gathering_forward(job: Job, units: list[Unit], gradients: float, held: Held
     return gathered
 
 
-def _in_turn_reduced_once(job: Job, units: list[Unit], output: int):
+def _in_turn_reduced_once(job: Job, units: list[Unit]):
     """The same where parameters stay gathered and gradients whole until the step's last micro-batch."""
     held, memory = Held(), StageMemory(job, 0, units, 0)
-    gathered = yield from _gathering_forward(job, units, 0, held, output)
+    gathered = yield from _gathering_forward(job, units, 0, held)
     whole, activations, logits = 0, held.activations, held.logits
     last = min(job.n_microbatches, 3) - 1  # from the second on they are alike
     for kind in "BF" * last:
@@ -150,13 +144,13 @@ def _in_turn_reduced_once(job: Job, units: list[Unit], output: int):
         gradients += unit.sharded * job.elements.param
 
 
-def _in_turn(job: Job, units: list[Unit], output: int):
+def _in_turn(job: Job, units: list[Unit]):
     """Moments (gradients, gathered, activations, logits) of one micro-batch after another through the whole model."""
     share = 1 / job.layout.dp_shard
     # Of the micro-batches before; there is none before the only one.
     gradients = sum(unit.sharded for unit in units) * job.elements.param if job.n_microbatches > 1 else 0
     held = Held()
-    gathered = yield from _gathering_forward(job, units, gradients, held, output)
+    gathered = yield from _gathering_forward(job, units, gradients, held)
     reducing = 0  # the input of the reduction before, held until the next begins
     # FSDP2 holds what it sums over replicas until the end of the backward. The only micro-batch's is its gradients.
     holds = job.layout.dp_replicate > 1 and (job.n_microbatches > 1 or job.elements.reduce != job.elements.param)

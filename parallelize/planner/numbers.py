@@ -13,7 +13,7 @@ from parallelize.schedules import Schedule
 
 @dataclass(frozen=True)
 class ModelNumbers:
-    """A decoder of units: an "embedding", "block"s and a "head" (norm, output matrix, loss).
+    """A decoder of units: an "embedding", "block"s ("kept_block" if not recomputed) and a "head" (norm, output matrix, loss).
 
     tied: the head's matrix is the embedding's.
     """
@@ -109,20 +109,22 @@ class UnitTrace:
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Bytes of an element of: stored parameters (gradients and moments alike), those that are frozen, computation,
-    gradient reduction."""
+    """Bytes of an element of: stored parameters and gradients, parameters that are frozen, computation, gradient reduction,
+    the optimizer's moments."""
 
     param: int
     frozen: int
     compute: int
     reduce: int
+    moment: int
 
 
 @dataclass(frozen=True)
 class Job:
     """One way to run a training step: all that memory and time depend on besides the model and the machine.
 
-    layers_per_stage: stage -> blocks. reshard: free gathered parameters and reduce gradients in each micro-batch.
+    layers_per_stage: stage -> blocks. recompute: of each ``recompute_every``-th block. reshard: free gathered parameters
+    and reduce gradients in each micro-batch.
     """
 
     layout: Layout
@@ -139,6 +141,7 @@ class Job:
     sequence_parallel: bool = True
     loss_parallel: bool = True
     defers_projection: bool = False
+    recompute_every: int = 1
 
     @property
     def fsdp(self) -> bool:
@@ -183,7 +186,9 @@ class Job:
 
     def units_of(self, stage: int) -> list[str]:
         """The stage's units in the order of the forward."""
-        units = ["block"] * self.layers_per_stage[stage]
+        first = sum(self.layers_per_stage[:stage])
+        layers = range(first, first + self.layers_per_stage[stage])
+        units = ["kept_block" if layer % self.recompute_every else "block" for layer in layers]
         if stage == 0:
             units.insert(0, "embedding")
         if stage == self.n_stages - 1:

@@ -131,8 +131,11 @@ def _optimizer_s(job: Job, shapes: Shapes, cluster: Cluster) -> float:
     ranks = [0] * job.layout.pp
     for stage, rank in enumerate(job.stage_ranks):
         ranks[rank] += sum(of_unit[unit] for unit in job.units_of(stage))
-    n_bytes = _OPTIMIZER_PASSES * job.elements.param * max(ranks)
-    return seconds(Elementwise(n_bytes), cluster, job.layout)
+    elements = job.elements
+    n_bytes = _OPTIMIZER_PASSES * elements.param
+    if elements.moment != elements.param:
+        n_bytes += 4 * (elements.moment + elements.param)  # both moments, there and back
+    return seconds(Elementwise(n_bytes * max(ranks)), cluster, job.layout)
 
 
 def _fsdp_times(job: Job, shapes: Shapes, cluster: Cluster) -> dict[str, tuple[float, float]]:

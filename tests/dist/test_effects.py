@@ -56,6 +56,57 @@ def test_recompute_computes_again(ranks):
     assert attentions == (4, 4, 8)
 
 
+def test_every_second_block_is_recomputed(ranks):
+    """Blocks 0 and 2 of 4."""
+    half = tiny_config(activation_checkpoint__mode="full", activation_checkpoint__every=2, training__micro_batch_size=8)
+    matmuls, attentions = ranks(1, ops_of_one_step, half)[0]
+    assert (2 * 6 <= matmuls - 3 * (4 * 7 + 1) <= 2 * 7, attentions) == (True, 6)
+
+
+def bytes_saved(config) -> int:
+    """Most that autograd keeps at once of a compiled step's forward."""
+    _, _, model, step = built(config, 1)
+    tokens, labels = make_batch(config, 1)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.nbytes) or tensor, lambda tensor: tensor):
+        step.loss_fn.n_tokens = torch.tensor(1)
+        step.micro_batches.forward(tokens[:8], labels[:8])
+    return sum(saved)
+
+
+def test_the_compiler_keeps_within_its_memory_budget(ranks):
+    keys = dict(compile__enabled=True, training__micro_batch_size=8, model__n_layers=1)
+    all_, none = (
+        ranks(1, bytes_saved, tiny_config(compile__memory_budget=budget, **keys), timeout_s=300)[0] for budget in (1.0, 0.0)
+    )
+    assert none < 0.7 * all_, (none, all_)
+
+
+def losses_of_steps(config, world_size, n_steps) -> list[float]:
+    resolved, mesh, _, step = built(config, world_size)
+    losses = []
+    for seed in range(n_steps):
+        tokens, labels = make_batch(config, seed)
+        per_rank = len(tokens) // resolved.layout.dp
+        mine = slice(mesh.dp_index * per_rank, (mesh.dp_index + 1) * per_rank)
+        losses.append(step(tokens[mine], labels[mine]).loss.item())
+    dtypes = {state["exp_avg_sq"].dtype for state in step.optimizer.state.values()}
+    return [losses, dtypes]
+
+
+def test_moments_in_half_the_memory_train_the_same_at_any_layout(ranks):
+    """Within what the rounding of single moments may turn over; and nearly as moments in fp32 do."""
+    small = tiny_config(precision__moments="bfloat16", optimizer__lr=0.01)
+    one, dtypes = ranks(1, losses_of_steps, small, 1, 4)[0]
+    assert dtypes == {torch.bfloat16}
+    split = small.model_copy(update={"parallel": small.parallel.model_copy(update={"tp": 2})})
+    for losses, _ in ranks(4, losses_of_steps, split, 4, 4):
+        assert losses == pytest.approx(one, rel=2e-5)
+    exact, dtypes = ranks(1, losses_of_steps, tiny_config(optimizer__lr=0.01), 1, 4)[0]
+    assert dtypes == {torch.float32}
+    assert exact == pytest.approx(one, rel=1e-2) and exact != one
+
+
 def schedule_name(config, world_size) -> str:
     _, _, _, step = built(config, world_size)
     return type(step.micro_batches.schedule).__name__

@@ -108,6 +108,13 @@ def test_recompute(ranks, mode, overrides):
     check_parity(ranks, 2, n_steps=2, activation_checkpoint__mode=mode, **overrides)
 
 
+def test_recompute_of_some_blocks(ranks):
+    check_parity(
+        ranks, 4, n_steps=2, activation_checkpoint__mode="full", activation_checkpoint__every=2, parallel__tp=2,
+        parallel__pp=2,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("overrides", [dict(parallel__tp=2), dict(parallel__pp=2)], ids=["dp2_tp2", "dp2_pp2"])
 def test_compile(ranks, mode, overrides):

@@ -5,8 +5,13 @@ import socket
 import threading
 import time
 
+import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from parallelize.collectives import sum_forward
+from trainer.rank_report import what_main_thread_does
 from trainer.watchdog import Watchdog
 
 
@@ -44,3 +49,27 @@ def test_no_thread_outlives_the_watch(ranks, tmp_path):
     for during, after, seen in ranks(2, listen_and_leave, port, tmp_path):
         assert {"listener", "watchdog"} <= during and not {"listener", "watchdog"} & after
         assert seen == {"code": 2, "restart": False}
+
+
+def sum_late(compiled: bool) -> str | None:
+    """What the first rank is seen to do while the second does not come to their sum."""
+    mesh = init_device_mesh("cpu", (2,))
+    add = torch.compile(sum_forward, backend="aot_eager", fullgraph=True) if compiled else sum_forward
+    add(torch.ones(2), mesh)
+    if dist.get_rank() == 1:
+        time.sleep(2)
+        add(torch.ones(2), mesh)
+        return None
+    seen = []
+    looking = threading.Timer(1, lambda: seen.append(what_main_thread_does()))
+    looking.start()
+    add(torch.ones(2), mesh)
+    looking.join()
+    return seen[0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_rank_in_a_collective_of_tensor_parallelism_waits(ranks, compiled):
+    """Its innermost frames are not those of torch.distributed: nobody may take it for the one that is late."""
+    first, _ = ranks(2, sum_late, compiled)
+    assert first.startswith("waits for other ranks, in "), first

@@ -217,7 +217,7 @@ def test_the_mode_reaches_the_compiler():
     keys = ["--compile.enabled=true", "--compile.mode=reduce-overhead"]
     treatment = treatment_of(load_config(None, split_overrides(keys)[1]), Layout(), "cpu")
     assert isinstance(treatment, Treatment)
-    options = _prepare_block(Block(1, 1), treatment).options
+    options = _prepare_block(Block(1, 1), "none", treatment).options
     assert options == {"backend": "inductor", "mode": "reduce-overhead", "fullgraph": True}
 
 

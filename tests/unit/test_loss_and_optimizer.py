@@ -18,6 +18,28 @@ def logits_with_loss(value: float, n: int) -> torch.Tensor:
     return torch.tensor([[[0.0, math.log(math.exp(value) - 1)]] * n])
 
 
+def test_moments_in_bfloat16_follow_those_in_fp32():
+    """After a step that leaves all as it was where the gradient is not finite, and in pieces of any size."""
+    torch.manual_seed(0)
+    gradients = [torch.randn(300) for _ in range(30)]
+    found = {}
+    for small in (False, True):
+        parameters = [torch.nn.Parameter(torch.ones(300)) for _ in range(3)]
+        named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
+        optimizer = build_optimizer(named, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, small_moments=small)
+        for number, gradient in enumerate(gradients):
+            for parameter in parameters:
+                parameter.grad = gradient.clone()
+            optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(float(number == 7))
+            before = [parameter.detach().clone() for parameter in parameters]
+            optimizer.step()
+            assert (number == 7) == all(map(torch.equal, before, parameters))
+        found[small] = parameters[0].detach()
+        kinds = {tensor.dtype for state in optimizer.state.values() for tensor in state.values() if tensor.dim()}
+        assert kinds == {torch.bfloat16 if small else torch.float32}
+    assert torch.allclose(found[True] - 1, found[False] - 1, atol=2e-3)
+
+
 def test_b01_worked_value():
     """Loss sums 2 (1 token) and 90 (9 tokens) make 9.2, not the mean of means 6.0."""
     loss = TokenLoss()
@@ -82,10 +104,11 @@ def test_the_loss_over_a_large_vocabulary_is_that_of_float64():
     exact = logits.detach().double().requires_grad_()
     truth = F.cross_entropy(exact, labels, reduction="sum", ignore_index=IGNORED)
     truth.backward()
-    assert loss.item() == pytest.approx(truth.item(), rel=2e-7)
+    assert loss.item() == pytest.approx(truth.item(), rel=1e-7)
     assert (logits.grad - exact.grad).abs().max() < 1e-6 and logits.grad[0].abs().max() == 0
     kernel = F.cross_entropy(logits.detach(), labels, reduction="sum", ignore_index=IGNORED)
-    assert abs(kernel.item() / truth.item() - 1) > 1e-6, "the kernel is exact now: use it"
+    # By less where a CPU adds more of them side by side: 6e-7 with AVX-512, 3e-6 with AVX2.
+    assert abs(kernel.item() / truth.item() - 1) > 3e-7, "the kernel is exact now: use it"
 
 
 def test_a_loss_that_stands_out_is_told():

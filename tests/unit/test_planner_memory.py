@@ -39,7 +39,7 @@ def check(planner, prediction, resolved, pp_rank: int, peak: float = 0.02) -> No
     assert memory.optimizer == traced.optimizer_bytes
     assert memory.peak_bytes == pytest.approx(traced.peak_bytes, rel=peak)
     job = prediction.job
-    traces = planner.units.traces(job.layout.tp, job.recompute, job.micro_batch_size)
+    traces = planner.traces_of(job)
     counts, sizes = collectives(job, planner.numbers, planner.shapes_of(job), traces, pp_rank)
     assert counts == traced.collectives
     assert sizes == traced.collective_bytes
@@ -62,8 +62,27 @@ def check(planner, prediction, resolved, pp_rank: int, peak: float = 0.02) -> No
             | {"precision.reduce": "bfloat16"},
         ),
         ("llama3_8b", 1, "none", {"parallel.dp_shard": 1, "training.global_batch_size": 4}),
+        ("llama3_8b", 8, "full", {"training.global_batch_size": 16, "training.loss_chunk_tokens": 256}),
+        (
+            "llama3_8b",
+            4,
+            "full",
+            {"training.global_batch_size": 4, "parallel.tp": 2, "parallel.dp_shard": 2}
+            | {"activation_checkpoint.every": 3, "precision.moments": "bfloat16", "training.loss_chunk_tokens": 256},
+        ),
     ],
-    ids=["dp8", "dp8_one_microbatch", "dp2_tp2", "dp4_tp2_tied", "hsdp", "replicas", "one_microbatch_bf16", "one_gpu"],
+    ids=[
+        "dp8",
+        "dp8_one_microbatch",
+        "dp2_tp2",
+        "dp4_tp2_tied",
+        "hsdp",
+        "replicas",
+        "one_microbatch_bf16",
+        "one_gpu",
+        "pieces",
+        "every",
+    ],
 )
 def test_without_a_pipeline(name, world_size, recompute, keys):
     keys = SMALL | keys | {"activation_checkpoint.mode": recompute}
