@@ -133,6 +133,11 @@ COMMANDS = {
             "--hf": _HF,
             "--tokenizer": {"metavar": "T", "help": "as data.tokenizer (default: the model's own)"},
             "--prompt": {"metavar": "TEXT", "required": True, "help": "the text to continue"},
+            "--chat": {
+                "action": "store_true",
+                "help": "the prompt is what a user says: ask with the model's chat template, and stop where its turn ends",
+            },
+            "--system": {"metavar": "TEXT", "help": "with --chat: a system prompt"},
             "--tokens": {"metavar": "K", "type": int, "default": 50, "help": "tokens to add at most (default 50)"},
         },
         False,

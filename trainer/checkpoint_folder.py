@@ -22,7 +22,7 @@ STATE_FILE = "trainer_state.json"
 _IDENTITY = (
     "job.seed", "model", "data.seed", "data.shuffle", "data.packing", "data.isolate_documents",
     "data.too_long", "training.seq_len", "training.global_batch_size", "training.method", "training.freeze",
-    "lora",
+    "lora.rank", "lora.alpha", "lora.rslora", "lora.targets",
 )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from trainer.checkpoint_folder import holds_adapters, read_state
 from trainer.config import Config
 from trainer.config_load import load_config
 from trainer.config_rules import Resolved, resolve_config
-from trainer.data.tokenizer import load_tokenizer_for
+from trainer.data.chat_template import ChatTemplate, find_template
+from trainer.data.tokenizer import Tokenizer, load_tokenizer_for
 from trainer.errors import UserError
 from trainer.hf_import import config_of_directory
 from trainer.rank import run_rank
@@ -31,8 +32,10 @@ def main(options: argparse.Namespace) -> int:
     config = _config_of(options)
     architecture = resolve_config(config, 1).architecture
     tokenizer = load_tokenizer_for(config.data.tokenizer, architecture.vocab_size)
+    if options.system is not None and not options.chat:
+        raise UserError("--system needs --chat")
     try:
-        prompt = tokenizer.encode_prompt(options.prompt)
+        prompt = _asked(options, config, tokenizer) if options.chat else tokenizer.encode_prompt(options.prompt)
     except (UnicodeEncodeError, TypeError):
         raise UserError("--prompt is not valid UTF-8") from None
     if not prompt:
@@ -42,19 +45,34 @@ def main(options: argparse.Namespace) -> int:
     resolved = resolve_config(config, 1)
 
     def work(device: torch.device, _) -> int:
-        print(tokenizer.decode(_continue(resolved, device, prompt, options.tokens, tokenizer.eos_id)))
+        ids = _continue(resolved, device, prompt, options.tokens, tokenizer.eos_id)
+        print(tokenizer.decode(ids[len(prompt) :] if options.chat else ids))
         return 0
 
     return run_rank(work)
+
+
+def _asked(options: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> list[int]:
+    """Ids of a user's message, and of the header with which the assistant is asked to speak."""
+    messages = [{"role": "user", "content": options.prompt}]
+    if options.system is not None:
+        messages.insert(0, {"role": "system", "content": options.system})
+    template = ChatTemplate(find_template(config.data.tokenizer, config.data.chat_template), tokenizer)
+    try:
+        return template.encode_question(messages)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _config_of(options: argparse.Namespace) -> Config:
     """The model of a directory or of a checkpoint, with its tokenizer, and without any parallelism."""
     if options.hf is not None:
         return config_of_directory(options.hf, options.tokenizer)
-    saved = read_state(Path(options.checkpoint))["config"]["data"]["tokenizer"]
+    saved = read_state(Path(options.checkpoint))["config"]["data"]
     config = load_config(None)
-    data = config.data.model_copy(update={"tokenizer": options.tokenizer or saved})
+    data = config.data.model_copy(
+        update={"tokenizer": options.tokenizer or saved["tokenizer"], "chat_template": saved.get("chat_template")}
+    )
     return with_weights_of(config.model_copy(update={"data": data}), options.checkpoint)
 
 

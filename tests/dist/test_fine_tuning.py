@@ -53,6 +53,7 @@ LAYOUTS = {
     "eight-biased": EIGHT | dict(model__qkv_bias=True, model__wo_bias=True, parallel__schedule="Interleaved1F1B"),
     "dualpipe": dict(parallel__pp=2, parallel__schedule="DualPipeV", training__micro_batch_size=1),
     "izb": dict(parallel__pp=2, parallel__dp_shard=2, parallel__schedule="InterleavedZeroBubble", training__micro_batch_size=1),
+    "compiled": dict(parallel__tp=2, parallel__dp_shard=2, compile__enabled=True, compile__backend="aot_eager"),
     "hsdp": dict(parallel__dp_shard=2, parallel__dp_replicate=2, data__isolate_documents=True),
 }
 

@@ -126,10 +126,23 @@ class ChatTemplate:
 
     def encode(self, conversations: list[Rendered]) -> Iterator[np.ndarray]:
         """Ids of each up to the last that is learnt, int32 [n]; those that are not learnt as their complement, ``~id``."""
-        pieces = [list(self._pieces(conversation.text)) for conversation in conversations]
-        texts = [piece for of_one in pieces for _, piece in of_one if isinstance(piece, str)]
-        encoded = iter(self.tokenizer.encode_with_places(texts))
-        for conversation, of_one in zip(conversations, pieces):
+        for conversation, (ids, firsts, lasts) in zip(
+            conversations, self._ids_of([each.text for each in conversations])
+        ):
+            yield _marked(ids, firsts, lasts, conversation.trained)
+
+    def encode_question(self, messages: list[dict]) -> list[int]:
+        """Ids of messages, and of the header with which the model is asked to speak. Raises ``ValueError``."""
+        text, _ = self._render(self._hide(messages), None, ask=True)
+        ((ids, _, _),) = self._ids_of([text])
+        return ids.tolist()
+
+    def _ids_of(self, texts: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Ids of each text, and the places in it where each token begins and ends: int64 [n] each."""
+        pieces = [list(self._pieces(text)) for text in texts]
+        plain = [piece for of_one in pieces for _, piece in of_one if isinstance(piece, str)]
+        encoded = iter(self.tokenizer.encode_with_places(plain))
+        for of_one in pieces:
             ids, firsts, lasts = [], [], []
             for place, piece in of_one:
                 if isinstance(piece, str):
@@ -141,7 +154,7 @@ class ChatTemplate:
                     ids.append(np.array([self._ids[piece.name]], np.int32))
                     firsts.append(np.array([place]))
                     lasts.append(np.array([place + len(piece.name)]))
-            yield _marked(*map(np.concatenate, (ids, firsts, lasts)), conversation.trained)
+            yield tuple(map(np.concatenate, (ids, firsts, lasts)))
 
     def _answer(self, whole: str, messages: list[dict], tools, number: int) -> tuple[int, int]:
         """Where in ``whole`` the answer in message ``number`` stands, with the token that ends it."""
