@@ -18,7 +18,6 @@ from parallelize.layout import Layout
 from parallelize.schedules import Schedule, balance_uniform, schedule_of
 from trainer.checkpoint_folder import (
     EXPORT_MARKER,
-    STATE_FILE,
     architecture_in,
     checkpoint_root,
     complete_checkpoints,
@@ -361,12 +360,11 @@ def _start_problems(config: Config) -> Iterator[str]:
             f'model.hf_path = "{config.model.hf_path}" and checkpoint.init_from = "{config.checkpoint.init_from}" both name '
             "initial weights: keep one"
         )
-    init_from = config.checkpoint.init_from
-    if (
-        init_from is not None
-        and (Path(init_from) / STATE_FILE).is_file()
-        and holds_adapters(read_state(Path(init_from)))
-    ):
+    init_from, adapts = config.checkpoint.init_from, False
+    if init_from is not None:
+        with contextlib.suppress(UserError):  # told where it is needed: a run with a checkpoint of its own does not
+            adapts = holds_adapters(read_state(Path(init_from)))
+    if adapts:
         yield (
             f'checkpoint.init_from = "{init_from}" holds adapters alone: write the whole model with export-hf --merge and name that in '
             "model.hf_path, or go on with them (checkpoint.resume)"

@@ -95,11 +95,9 @@ def shrink(resolved: Resolved) -> Config:
     parallel = config.parallel
     if parallel.balance != "uniform":
         parallel = parallel.model_copy(update={"balance": layers})
-    # Conversations may be longer than the shorter rows.
-    sections = {
-        "data": config.data.model_copy(update={"too_long": "truncate"}),
-        "checkpoint": config.checkpoint.model_copy(update={"init_from": None}),
-    }
+    sections = {"checkpoint": config.checkpoint.model_copy(update={"init_from": None})}
+    if config.training.method != "pretrain":  # conversations may be longer than the shorter rows
+        sections["data"] = config.data.model_copy(update={"too_long": "truncate"})
     small = config.model_copy(update={"model": model, "training": training, "parallel": parallel, **sections})
     return with_matching_globs(small, architecture_of(small))
 
