@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from parallelize.collectives import gather, scatter_sum, sum_backward, sum_forward
+from parallelize.float8 import linear
 
 
 @functools.cache
@@ -88,7 +89,7 @@ class ColwiseLinear(LocalStyle):
     placements = {"weight": Shard(0), "bias": Shard(0)}
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, _local(module.weight), _local(module.bias))
+        return linear(module, x, _local(module.weight), _local(module.bias))
 
 
 class RowwiseLinear(LocalStyle):
@@ -100,7 +101,7 @@ class RowwiseLinear(LocalStyle):
         self.sequence_parallel = sequence_parallel
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
-        out_BSD = summed_stream(F.linear(x, _local(module.weight)), mesh, self.sequence_parallel)
+        out_BSD = summed_stream(linear(module, x, _local(module.weight)), mesh, self.sequence_parallel)
         if module.bias is None:
             return out_BSD
         return out_BSD + (_partial(module.bias) if self.sequence_parallel else _local(module.bias))
@@ -132,7 +133,7 @@ class ReplicatedKvHeads(LocalStyle):
         def own(parameter):
             return None if parameter is None else _partial(parameter).unflatten(0, (self.n_kv_heads, -1))[head]
 
-        return F.linear(x, own(module.weight), own(module.bias))
+        return linear(module, x, own(module.weight), own(module.bias))
 
 
 class VocabParallelEmbedding(LocalStyle):
