@@ -173,11 +173,14 @@ def test_a_text_without_a_place_to_cut_is_cut_all_the_same(tmp_path, monkeypatch
     from trainer.data import documents
 
     monkeypatch.setattr(documents, "PIECE_BYTES", 1000)
-    for number, text in enumerate(["公" * 20_000, "word " * 9_000, "a\n\n" * 15_000]):
+    for number, text in enumerate(["公" * 20_000, "1 " * 20_000, "a\n\n" * 15_000]):
         (tmp_path / f"{number}.txt").write_bytes(text.encode())
         pieces = list(read_documents(Part(str(tmp_path / f"{number}.txt"), "text"), BadLines()))
         assert len(pieces) > 1 and "".join(piece for piece, _ in pieces) == text
         assert max(len(piece.encode()) for piece, _ in pieces) <= 17_000
+
+
+ZSTD = zstandard.compress("".join(f"line {number}\n" for number in range(90_000)).encode())
 
 
 @pytest.mark.parametrize(
@@ -195,6 +198,16 @@ def test_a_text_without_a_place_to_cut_is_cut_all_the_same(tmp_path, monkeypatch
         ("l.jsonl", b"[" * 100_000, "l.jsonl:1, byte 0: not one JSON object a line"),
         ("m.jsonl.zst", b"not zstandard", "cannot be read"),
         ("n.parquet", b"not parquet", "cannot be read"),
+        (
+            "o.txt.zst",
+            ZSTD[: len(ZSTD) // 2],
+            "the file ends within a frame",
+        ),  # at a byte where whole lines have been read
+        ("p.txt.zst", ZSTD + ZSTD[:-1], "the file ends within a frame"),
+        ("q.txt.gz", gzip.compress(b"text" * 99, mtime=0)[:-9], "cannot be read"),
+        ("r.txt", b"\xef\xbb\xbf" + b"text" * 9 + b"\xff", "r.txt, byte 39: not valid UTF-8"),
+        ("s.txt", np.arange(1, 99, dtype=np.uint16).tobytes(), "s.txt, byte 1: a zero byte: this is no text"),
+        ("t.txt", "utf-16".encode("utf-16"), "t.txt, byte 0: not valid UTF-8"),
     ],
 )
 def test_b67_bad_files_are_named_with_line_and_byte(tmp_path, name, content, expected):
@@ -255,7 +268,8 @@ def test_the_kinds_of_files_hold_the_same_documents(tmp_path):
     for name, content in {
         "a.jsonl": lines,
         "b.jsonl.gz": gzip.compress(lines[:20]) + gzip.compress(lines[20:]),  # two members, as cat makes them
-        "c.json.zst": packed.getvalue() + zstandard.compress(b'{"text": "last"}'),
+        # of two frames, and one to be skipped between them, as pzstd makes them
+        "c.json.zst": packed.getvalue() + b"\x50\x2a\x4d\x18\x03\0\0\0abc" + zstandard.compress(b'{"text": "last"}'),
     }.items():
         write(tmp_path / name, content)
         assert texts_of(tmp_path / name) == texts + ["last"] * (name == "c.json.zst"), name

@@ -14,7 +14,7 @@ import os
 import struct
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floats
 _PIECES_AT_ONCE = 4096
+_LOOKED_AT, _WINDOW = 1 << 20, 1 << 10
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
 
@@ -121,9 +122,10 @@ class IndexedTokens:
             raise UserError(
                 f"{self.name}: {n_bytes:,} bytes are not what {index} describes: one of the two is of another file"
             )
+        _check_index(index, lengths, self._pointers, self._documents, dtype.itemsize)
         self.tokens = np.asarray(np.memmap(self.name, dtype, "r")) if n_bytes else np.zeros(0, dtype)
-        # The last entry is the end; some writers leave it out.
-        self.n_documents = n_entries - 1 if self._documents[-1] == n else n_entries
+        # The last entry is the end; some writers leave it out, and documents without a sequence stand there as well.
+        self.n_documents = int(np.searchsorted(self._documents, n))
 
     def starts(self, first: int = 0, last: int | None = None) -> np.ndarray:
         """Where documents ``first`` ... ``last - 1`` begin, in tokens: int64."""
@@ -141,6 +143,36 @@ class IndexedTokens:
 
     def __reduce__(self):  # to a loader worker goes the name, not the content
         return IndexedTokens, (self.prefix,)
+
+
+def _check_index(index: Path, lengths: np.ndarray, pointers: np.ndarray, documents: np.ndarray, itemsize: int) -> None:
+    """Raise ``UserError`` unless sequences lie end to end and documents begin with them, in order.
+
+    Looks at all of up to 2**20 entries, of more at 1,024 places: opening a file stays quick.
+    """
+    fault = None
+    if pointers[0] != 0 or documents[0] != 0 or documents[-1] > len(lengths):
+        fault = f"its documents are not sequences 0 to {len(lengths) - 1:,}"
+    for part in windows_of(len(documents)):
+        if (np.diff(documents[part]) < 0).any():
+            fault = "its documents are not in order"
+    for part in windows_of(len(lengths)):
+        ends = pointers[part] + lengths[part].astype(np.int64) * itemsize
+        if lengths[part].min() < 0 or (pointers[part][1:] != ends[:-1]).any():
+            fault = "its sequences do not lie one behind another"
+    if fault:
+        raise UserError(f"{index} is damaged, or of a kind that is not read: {fault}")
+
+
+def windows_of(n: int) -> Iterator[slice]:
+    """All of up to 2**20 entries, of more 1,024 windows of as many at even distances."""
+    if n <= _LOOKED_AT:
+        yield slice(0, n)
+        return
+    n_windows = _LOOKED_AT // _WINDOW
+    for number in range(n_windows):
+        first = (n - _WINDOW) * number // (n_windows - 1)
+        yield slice(first, first + _WINDOW)
 
 
 def _beside(prefix: Path, suffix: str) -> Path:

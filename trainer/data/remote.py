@@ -24,6 +24,8 @@ def expand_remote(pattern: str) -> list[str]:
     """The URLs that a pattern matches, sorted; the name of one file matches itself."""
     system, name = _locate(pattern)
     try:
+        if system.isfile(name):  # whatever stands in its name
+            return [pattern]
         return sorted(system.unstrip_protocol(found) for found in system.glob(name))
     except Exception as error:
         raise UserError(f"{pattern}: cannot be listed: {error}") from None
