@@ -98,8 +98,10 @@ def read_documents(part: Part, bad: BadLines, text_field: str = "text") -> Itera
                     yield text, True
     except UserError:
         raise
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{part.path}: cannot be read: {error}") from None
+    except Exception as error:
+        if not is_remote(part.path) and not isinstance(error, (OSError, EOFError, zlib.error)):
+            raise
+        raise UserError(f"{part.path}: cannot be read: {error}") from None  # each remote system has errors of its own
 
 
 @contextlib.contextmanager

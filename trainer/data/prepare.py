@@ -282,13 +282,15 @@ def _run_pool(job: Job, shards: dict[int, list[Part]], n_workers: int, context, 
                 bar.update(_progress.value - bar.n)
                 for future in finished:
                     future.result()
-        except concurrent.futures.process.BrokenProcessPool:
-            raise UserError(
-                "a worker was killed, for want of memory perhaps: the same command goes on; fewer --workers take less"
-            ) from None
-        finally:
+        except BaseException as error:
             for process in (pool._processes or {}).values():
-                process.kill()  # after a fault what is left is not worth waiting for; else all have done
+                process.kill()  # what is left is not worth waiting for
+            if isinstance(error, concurrent.futures.process.BrokenProcessPool):
+                raise UserError(
+                    "a worker was killed, for want of memory perhaps: the same command goes on; fewer --workers take less"
+                ) from None
+            raise
+        finally:
             pool.shutdown(cancel_futures=True)
 
 

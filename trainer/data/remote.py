@@ -46,7 +46,10 @@ def remote_size(path: str) -> int:
 
 def is_remote_folder(path: str) -> bool:
     system, name = _locate(path)
-    return system.isdir(name)
+    try:
+        return system.isdir(name)
+    except Exception as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
 
 
 def fetch(paths: list[str], cache: Path) -> list[Path]:
