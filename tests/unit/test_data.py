@@ -96,11 +96,12 @@ def test_bundled_text_and_tokenizers():
     assert bytes(ByteTokenizer().encode("naïve ☃").astype(np.uint8)).decode() == "naïve ☃"
 
 
-def test_every_document_ends_with_eos():
+def test_every_document_ends_with_eos_and_none_has_to_fit_into_memory():
     documents = [("ab", True), ("c", False), ("d", True)]
-    assert [np.concatenate(d).tolist() for d in tokenize(iter(documents), ByteTokenizer())] == [
-        [97, 98, 256],
-        [99, 100, 256],
+    assert [(np.concatenate(ids).tolist(), is_last) for ids, is_last in tokenize(iter(documents), ByteTokenizer())] == [
+        ([97, 98, 256], True),
+        ([99], False),
+        ([100, 256], True),
     ]
 
 
@@ -122,7 +123,7 @@ def bpe_folder(folder, bos: str | None, eos: str | None):
 
 def test_bos_where_the_tokenizer_puts_one_and_eos_always(tmp_path):
     def document(name: str) -> list[int]:
-        (ids,) = tokenize(iter([("A text.", True)]), load_tokenizer(name))
+        ((ids, _),) = tokenize(iter([("A text.", True)]), load_tokenizer(name))
         return np.concatenate(ids).tolist()
 
     plain, with_bos = bpe_folder(tmp_path / "plain", None, "<|endoftext|>"), bpe_folder(tmp_path / "bos", "<bos>", None)
@@ -165,7 +166,7 @@ def test_a_long_text_is_tokenized_as_if_at_once(tmp_path, monkeypatch, separator
     assert len(pieces) > 5 and "".join(piece for piece, _ in pieces) == text
     assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
     tokenizer = load_tokenizer("smollm2")
-    (ids,) = tokenize(iter(pieces), tokenizer)
+    ids = [part for of_piece, _ in tokenize(iter(pieces), tokenizer) for part in of_piece]
     assert np.concatenate(ids)[:-1].tolist() == tokenizer.encode(text).tolist()
 
 

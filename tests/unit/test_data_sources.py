@@ -100,7 +100,8 @@ def test_a_megatron_file_made_elsewhere_is_read(tmp_path):
     # and what we write is by the same description
     writer = IndexedWriter(tmp_path / "ours", np.dtype(np.int32))
     for sequence in sequences:
-        writer.add([np.array(sequence[:2]), np.array(sequence[2:], dtype=np.int64)])
+        writer.add([np.array(sequence[:1])], is_last=False)
+        writer.add([np.array(sequence[1:2]), np.array(sequence[2:], dtype=np.int64)])
     writer.finish()
     megatron_file(tmp_path / "theirs", sequences)
     for suffix in (".bin", ".idx"):

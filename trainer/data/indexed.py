@@ -43,20 +43,26 @@ class IndexedWriter:
     def __init__(self, prefix: Path, dtype: np.dtype):
         self.prefix, self.dtype = prefix, np.dtype(dtype)
         self.lengths, self.n_tokens = array("i"), 0
+        self._length = 0  # so far, of the document under way
         self.crc32 = self.index_crc32 = 0  # of the two files, as they are written
         self._unwritten: list[np.ndarray] = []
         self._bin = _beside(prefix, ".bin.tmp").open("wb", buffering=1 << 20)
 
-    def add(self, pieces: Iterable[np.ndarray]) -> None:
-        """Append one document, given as the pieces of its token ids."""
+    def add(self, pieces: Iterable[np.ndarray], is_last: bool = True) -> None:
+        """Append token ids to the document under way, in pieces; the document ends with the last ones."""
         n_tokens = 0
         for piece in pieces:
             self._unwritten.append(piece)
             n_tokens += len(piece)
-        if n_tokens >= 1 << 31:
-            raise UserError(f"{self.prefix}: a document of {n_tokens:,} tokens: the index holds 2**31 - 1 at most")
-        self.lengths.append(n_tokens)
+        self._length += n_tokens
+        if self._length >= 1 << 31:
+            raise UserError(
+                f"{self.prefix}: a document of more than 2**31 - 1 tokens, which the index cannot hold: cut it"
+            )
         self.n_tokens += n_tokens
+        if is_last:
+            self.lengths.append(self._length)
+            self._length = 0
         if len(self._unwritten) >= _PIECES_AT_ONCE or n_tokens >= _PIECES_AT_ONCE:
             self._flush()
 

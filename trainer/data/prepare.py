@@ -154,21 +154,22 @@ def check_shards(folder: Path, manifest: dict) -> None:
                 )
 
 
-def tokenize(documents: Iterator[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[list[np.ndarray]]:
-    """Each document's token ids as pieces, BOS and EOS included: texts go to the tokenizer in batches."""
+def tokenize(documents: Iterator[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[tuple[list[np.ndarray], bool]]:
+    """Token ids, BOS and EOS included, of each piece of a document, and whether the document ends with it.
+
+    Texts go to the tokenizer in batches.
+    """
     texts: list[str] = []
     ends: list[bool] = []
-    bos, eos = (np.array(ids, dtype=np.int32) for ids in (tokenizer.bos_ids, [tokenizer.eos_id]))
-    bos = [bos] if len(bos) else []
-    document: list[np.ndarray] = [*bos]
+    eos = np.array([tokenizer.eos_id], dtype=np.int32)
+    bos = [np.array(tokenizer.bos_ids, dtype=np.int32)] if tokenizer.bos_ids else []
+    begin = bos
 
     def flush():
-        nonlocal document
+        nonlocal begin
         for ids, is_last in zip(tokenizer.encode_batch(texts), ends):
-            document.append(ids)
-            if is_last:
-                yield [*document, eos]
-                document = [*bos]
+            yield [*begin, ids, eos] if is_last else [*begin, ids], is_last
+            begin = bos if is_last else []
         texts.clear()
         ends.clear()
 
@@ -331,8 +332,8 @@ def _make_shard(job: Job, number: int, parts: list[Part]) -> None:
     writer = IndexedWriter(out / f"{number:06d}", np.dtype(job.dtype))
     try:
         documents = itertools.chain.from_iterable(read_documents(part, bad, job.text_field) for part in parts)
-        for pieces in tokenize(_counted(documents, _n_bytes(parts)), _loaded[job.tokenizer]):
-            writer.add(pieces)
+        for pieces, is_last in tokenize(_counted(documents, _n_bytes(parts)), _loaded[job.tokenizer]):
+            writer.add(pieces, is_last)
         n_documents = len(writer.lengths)
         if n_documents:
             writer.finish()

@@ -231,12 +231,13 @@ def _tokenized(place: Place, kind: str, tokenizer_name: str, tokenizer: Tokenize
 
 
 def _in_memory(path: str, kind: str, bad: BadLines, place: Place, tokenizer: Tokenizer) -> MemoryTokens:
-    dtype, pieces, lengths = dtype_for(tokenizer.n_ids), [], []
-    for document in tokenize(read_documents(Part(path, kind), bad, place.text_field), tokenizer):
-        pieces += [piece.astype(dtype) for piece in document]
-        lengths.append(sum(map(len, document)))
-    tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype)
-    return MemoryTokens(tokens, np.cumsum([0, *lengths])[:-1], path)
+    pieces, ends, n_tokens = [np.zeros(0, dtype_for(tokenizer.n_ids))], [0], 0
+    for of_document, is_last in tokenize(read_documents(Part(path, kind), bad, place.text_field), tokenizer):
+        pieces += [piece.astype(pieces[0].dtype) for piece in of_document]
+        n_tokens += sum(map(len, of_document))
+        if is_last:
+            ends.append(n_tokens)
+    return MemoryTokens(np.concatenate(pieces), np.array(ends[:-1]), path)
 
 
 def _cached(paths: list[str], kind: str | None, tokenizer_name: str, place: Place) -> tuple[list[Piece], list[str]]:
