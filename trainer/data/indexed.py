@@ -14,6 +14,7 @@ import os
 import struct
 import zlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -108,7 +109,7 @@ class IndexedTokens:
     def _open(self) -> None:
         index = _beside(self.prefix, ".idx")
         try:
-            content = np.memmap(index, np.uint8, "r")
+            content = np.asarray(np.memmap(index, np.uint8, "r"))
             magic, version, code, n, n_entries = _HEADER.unpack(content[: _HEADER.size].tobytes())
             n_bytes = _beside(self.prefix, ".bin").stat().st_size
         except (OSError, ValueError, struct.error) as error:
@@ -131,7 +132,7 @@ class IndexedTokens:
         _check_index(index, lengths, self._pointers, self._documents, dtype.itemsize)
         self.tokens = np.asarray(np.memmap(self.name, dtype, "r")) if n_bytes else np.zeros(0, dtype)
         # The last entry is the end; some writers leave it out, and documents without a sequence stand there as well.
-        self.n_documents = int(np.searchsorted(self._documents, n))
+        self.n_documents = bisect_left(self._documents, n)  # numpy's own would copy them all, for they are not aligned
 
     def starts(self, first: int = 0, last: int | None = None) -> np.ndarray:
         """Where documents ``first`` ... ``last - 1`` begin, in tokens: int64."""
@@ -140,12 +141,8 @@ class IndexedTokens:
         )
 
     def document_at(self, token: int) -> int:
-        """The first document that begins at ``token`` or behind it; O(log documents)."""
-        low, high = 0, self.n_documents
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self.starts(middle, middle + 1)[0] < token else (low, middle)
-        return low
+        """The first document that begins at ``token`` or behind it; O(log sequences)."""
+        return bisect_left(self._documents, bisect_left(self._pointers, token * self.tokens.itemsize))
 
     def __reduce__(self):  # to a loader worker goes the name, not the content
         return IndexedTokens, (self.prefix,)
