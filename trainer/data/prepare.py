@@ -8,6 +8,7 @@ that a killed preparation goes on with those that are left. ``manifest.json``, w
 import concurrent.futures
 import contextlib
 import fcntl
+import functools
 import itertools
 import json
 import multiprocessing
@@ -88,7 +89,7 @@ def prepare(
 
 def _make(out: Path, plan: dict, shards: list[list[Part]], tokenizer: str, n_workers: int) -> dict:
     """What is left to do in ``out``. Returns the manifest. Raises ``UserError``."""
-    loaded, paths = load_tokenizer(tokenizer), [source["path"] for source in plan["sources"]]
+    loaded, paths = _tokenizer(tokenizer), [source["path"] for source in plan["sources"]]
     dtype = dtype_for(loaded.n_ids)
     if not _begun(out):
         for path in out.glob("[0-9]*.*"):  # halves that a kill left, of other files perhaps
@@ -308,7 +309,7 @@ def _environment(**values: str):
 
 
 _progress = None  # shared: bytes of text that all workers have done
-_loaded: dict[str, Tokenizer] = {}
+_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # of this process
 
 
 def _begin_worker(progress) -> None:
@@ -325,14 +326,12 @@ def _end_with_parent() -> None:
 
 def _make_shard(job: Job, number: int, parts: list[Part]) -> None:
     """Write one shard, and its report."""
-    if job.tokenizer not in _loaded:
-        _loaded[job.tokenizer] = load_tokenizer(job.tokenizer)
     bad = BadLines(skip=job.skip_bad_lines)
     out = Path(job.out)
     writer = IndexedWriter(out / f"{number:06d}", np.dtype(job.dtype))
     try:
         documents = itertools.chain.from_iterable(read_documents(part, bad, job.text_field) for part in parts)
-        for pieces, is_last in tokenize(_counted(documents, _n_bytes(parts)), _loaded[job.tokenizer]):
+        for pieces, is_last in tokenize(_counted(documents, _n_bytes(parts)), _tokenizer(job.tokenizer)):
             writer.add(pieces, is_last)
         n_documents = len(writer.lengths)
         if n_documents:
