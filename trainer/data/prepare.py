@@ -80,9 +80,9 @@ def prepare(
         "bad_lines": "skip" if skip_bad_lines else "error",
         "shards": [[asdict(part) for part in parts] for parts in shards],
     }
-    if manifest := _finished(out, plan):
-        return manifest
-    out.mkdir(parents=True, exist_ok=True)
+    if (out / MANIFEST).is_file():  # which nobody changes any more
+        return _finished(out, plan)
+    _check_out(out)
     with _locked(out, wait):
         return _finished(out, plan) or _make(out, plan, shards, tokenizer, n_workers)
 
@@ -120,14 +120,14 @@ def _make(out: Path, plan: dict, shards: list[list[Part]], tokenizer: str, n_wor
         "shards": [report["shard"] for report in reports if report["documents"]],
     }  # fmt: skip
     _write_json(out / MANIFEST, manifest)
-    for path in [*(_report_file(out, number) for number in range(len(shards))), out / _PLAN, out / _LOCK]:
+    for path in [*(_report_file(out, number) for number in range(len(shards))), out / _PLAN]:
         path.unlink()
     return manifest
 
 
 @contextlib.contextmanager
 def _locked(out: Path, wait: bool) -> Iterator[None]:
-    """While no other process writes to ``out``. The file goes with the plan: who waited for it finds the manifest."""
+    """While no other process writes to ``out``. The file goes once there is a manifest, which who waited for it will find."""
     with (out / _LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,6 +136,16 @@ def _locked(out: Path, wait: bool) -> Iterator[None]:
                 f"--out {out}: another prepare is writing there: wait for it, or name a new folder"
             ) from None
         yield
+        if (out / MANIFEST).is_file():
+            (out / _LOCK).unlink(missing_ok=True)
+
+
+def _check_out(out: Path) -> None:
+    """Make the folder. Raise ``UserError`` if it is somebody else's: a preparation under way has its lock at least."""
+    out.mkdir(parents=True, exist_ok=True)
+    names = {path.name for path in out.iterdir()}
+    if names and names.isdisjoint((MANIFEST, _PLAN, _LOCK)) and not (out / MANIFEST).is_file():
+        raise UserError(f"--out {out} is not empty, and holds no prepared data: name a new folder")
 
 
 def check_shards(folder: Path, manifest: dict) -> None:
@@ -219,8 +229,6 @@ def _finished(out: Path, plan: dict) -> dict | None:
         have, asked = json.loads((out / _PLAN).read_text()), plan
         if plan["bad_lines"] == "skip":  # what is complete has met no bad line, whatever was asked for then
             have["bad_lines"] = "skip"
-    elif out.exists() and not (out / _PLAN).is_file() and any(path.name != _LOCK for path in out.iterdir()):
-        raise UserError(f"--out {out} is not empty, and holds no prepared data: name a new folder")
     else:
         return None
     if have != asked:
