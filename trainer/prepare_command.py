@@ -38,7 +38,7 @@ def main(options: argparse.Namespace) -> int:
         f"{manifest['dtype']}, {elapsed_s:.1f} s"
     )
     if manifest["skipped_lines"]:
-        print(f"{manifest['skipped_lines']:,} bad lines skipped, such as")
+        print(f"{manifest['skipped_lines']:,} bad line{'s' * (manifest['skipped_lines'] > 1)} skipped, such as")
         print("\n".join(f"  {line}" for line in manifest["skipped_examples"]))
     print(f"train from it: --data.path={options.out} --data.tokenizer={options.tokenizer}")
     return 0

@@ -84,20 +84,21 @@ def test_prepare_that_is_killed_leaves_no_worker_and_no_data_set_and_goes_on(tmp
         "out",
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([*command, "--workers=2"], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
-    while not list((tmp_path / "out").glob("0*.json")) and process.poll() is None:
-        time.sleep(0.02)
-    with pytest.raises(UserError, match="another prepare is writing there"):
-        prepare([str(big)], "smollm2", tmp_path / "out", 1)
-    workers = _children(process.pid)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL and workers
-    with pytest.raises(UserError, match="no manifest.json in it"):
-        load(data__path=str(tmp_path / "out"))
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{worker}").exists() for worker in workers):
-        assert time.monotonic() < deadline, "workers live on"
-        time.sleep(0.1)
+    for number, begun, code in ((signal.SIGTERM, "0*.tmp", 75), (signal.SIGKILL, "0*.json", -signal.SIGKILL)):
+        process = subprocess.Popen([*command, "--workers=2"], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+        while not list((tmp_path / "out").glob(begun)) and process.poll() is None:
+            time.sleep(0.02)
+        with pytest.raises(UserError, match="another prepare is writing there"):
+            prepare([str(big)], "smollm2", tmp_path / "out", 1)
+        workers = _children(process.pid)
+        process.send_signal(number)
+        assert process.wait() == code and workers
+        with pytest.raises(UserError, match="no manifest.json in it"):
+            load(data__path=str(tmp_path / "out"))
+        deadline = time.monotonic() + 60
+        while any(Path(f"/proc/{worker}").exists() for worker in workers):
+            assert time.monotonic() < deadline, "workers live on"
+            time.sleep(0.1)
     big.write_text(json.dumps({"text": "other"}) + "\n")
     changed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert changed.returncode == 2 and "holds a preparation with other sources" in changed.stderr
@@ -115,7 +116,7 @@ def test_prepare_on_the_command_line(tmp_path, lines, capsys, monkeypatch):
     assert f"error: {lines}:601, byte " in capsys.readouterr().err
     assert _main([*arguments, "--bad-lines=skip"], monkeypatch) == 0
     printed = capsys.readouterr().out
-    assert "tokens of 600 documents in 1 shards, uint16" in printed and "1 bad lines skipped" in printed
+    assert "tokens of 600 documents in 1 shards, uint16" in printed and "1 bad line skipped" in printed
     assert _main(arguments, monkeypatch) == 2
     assert "other bad_lines" in capsys.readouterr().err
     assert load(data__path=out).warnings == [f"data.path: 1 bad line skipped, such as {lines}:601, byte {_last(lines)}: not one JSON object a line (Expecting value: line 1 column 1 (char 0))"]  # fmt: skip
