@@ -95,6 +95,10 @@ class DataSource(Section):
     path: str = Field(min_length=1, description=_PATH)
     source: DataKind = Field("auto", description="what lies there, where its name does not say so")
     weight: Annotated[float, Field(ge=0)] = Field(1.0, description="share of the samples, in proportion to the others'")
+    epochs: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="instead of weight, of all sources or none: a source with 2 is read twice while one with 1 is read once",
+    )
 
 
 class CurriculumStage(Section):

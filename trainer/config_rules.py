@@ -249,6 +249,13 @@ def _mixture_problems(config: Config) -> Iterator[str]:
     if data.curriculum and not data.sources:
         yield "data.curriculum changes the weights of data.sources, and there are none"
         return
+    by_epochs = [name for name, source in data.sources.items() if source.epochs is not None]
+    if by_epochs and (len(by_epochs) < len(data.sources) or data.curriculum):
+        yield (
+            f"data.sources.{by_epochs[0]}.epochs is set: then every source needs epochs, and there can be no data.curriculum; or "
+            "use weight"
+        )
+        return
     steps = [stage.step for stage in data.curriculum]
     for before, after in zip(steps, steps[1:]):
         if after <= before:
