@@ -4,6 +4,10 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 meshloom_setup test
 cd "$root"
+"$PYTHON" -m ruff check -q . && "$PYTHON" -m ruff format -q --check . || {
+    echo "error: run ruff check --fix . and ruff format ." >&2
+    exit 1
+}
 # Some hundred processes are started: none has to compile our files again, even where Python may not write bytecode.
 "$PYTHON" -m compileall -q models parallelize trainer tests benchmarks
 # Two files at once fill two cores; the processes that a test starts get one thread each, since OpenMP's threads wait

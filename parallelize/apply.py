@@ -3,12 +3,14 @@
 ``Treatment`` says what to do, in numbers and flags; nothing here knows which model it is.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch._functorch.config
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from parallelize.float8 import Float8, apply_float8
 from parallelize.fsdp import Precision, apply_fsdp, fsdp_units, needs_fsdp
 from parallelize.mesh import Mesh
 from parallelize.plan import Plan, owned, resolve
@@ -28,6 +30,7 @@ class Treatment:
     precision: Precision
     recompute: str = "none"
     recompute_every: int = 1
+    float8: Float8 | None = None
     compile_backend: str | None = None
     compile_mode: str = "default"
     memory_budget: float = 1.0
@@ -61,6 +64,9 @@ def parallelize_part(part: nn.Module, resolved: ResolvedPlan, mesh: Mesh, treatm
 def parallelize_inside(part: nn.Module, resolved: ResolvedPlan, mesh: Mesh, treatment: Treatment) -> None:
     """All of it but the sharding over data ranks: what a unit computes with once its parameters are gathered."""
     tp_mesh = mesh.axis("tp")
+    if treatment.float8 is not None:
+        for name in filter(functools.partial(owned, part), resolved.blocks):
+            apply_float8(part.get_submodule(name), treatment.float8, mesh.layout.tp)
     if tp_mesh is not None:
         apply_tensor_parallel(part, tp_mesh, resolved.styles, resolved.plan)
     if treatment.compile_backend is not None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from parallelize.collectives import gather, scatter_sum, sum_backward, sum_forward
+from parallelize.float8 import linear
 
 
 @functools.cache
@@ -96,7 +97,7 @@ class ColwiseLinear(LocalStyle):
     placements = {"weight": Shard(0), "bias": Shard(0), "lora_a": Replicate(), "lora_b": Shard(0)}
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
-        out = F.linear(x, _local(module.weight), _local(module.bias))
+        out = linear(module, x, _local(module.weight), _local(module.bias))
         if is_adapted(module):
             out = out + module.low_rank(x, _partial(module.lora_a), _local(module.lora_b))
         return out
@@ -114,7 +115,7 @@ class RowwiseLinear(LocalStyle):
         self.sequence_parallel = sequence_parallel
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
-        part_BSD = F.linear(x, _local(module.weight))
+        part_BSD = linear(module, x, _local(module.weight))
         if is_adapted(module):
             part_BSD = part_BSD + module.low_rank(x, _local(module.lora_a), _partial(module.lora_b))
         out_BSD = summed_stream(part_BSD, mesh, self.sequence_parallel)
@@ -149,7 +150,7 @@ class ReplicatedKvHeads(LocalStyle):
         def own(parameter):
             return None if parameter is None else _partial(parameter).unflatten(0, (self.n_kv_heads, -1))[head]
 
-        out = F.linear(x, own(module.weight), own(module.bias))
+        out = linear(module, x, own(module.weight), own(module.bias))
         if is_adapted(module):
             out = out + module.low_rank(x, _partial(module.lora_a), own(module.lora_b))
         return out

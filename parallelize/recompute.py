@@ -17,7 +17,7 @@ _KEEP = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
-_MATMULS = {_aten.mm.default, _aten.addmm.default}
+_MATMULS = {_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default}
 
 
 def _selective_contexts():

@@ -6,7 +6,7 @@ import os
 import sys
 
 from trainer.config import Config
-from trainer.config_load import key_help, load_config, split_overrides
+from trainer.config_load import key_help, key_page, load_config, split_overrides
 from trainer.errors import EXIT_BAD_INPUT, UserError
 from trainer.runs import STATES_HELP
 from trainer.signals import StopRequest
@@ -101,7 +101,7 @@ def runs(options, overrides) -> int:
 
 def schema(options, overrides) -> int:
     _no_keys("schema", overrides)
-    print(json.dumps(Config.model_json_schema(), indent=1))
+    print(key_page() if options.markdown else json.dumps(Config.model_json_schema(), indent=1))
     return 0
 
 
@@ -283,7 +283,12 @@ COMMANDS = {
         },
         False,
     ),
-    "schema": (schema, "print the JSON schema of the configuration, for editors", {}, False),
+    "schema": (
+        schema,
+        "print the JSON schema of the configuration, for editors",
+        {"--markdown": {"action": "store_true", "help": "a page for people instead (docs/config.md)"}},
+        False,
+    ),
 }  # fmt: skip
 
 _EPILOGS = {"runs": STATES_HELP}

@@ -1,6 +1,7 @@
 """The composition root: the one file that builds models and plans and puts them together."""
 
 import contextlib
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 
@@ -15,6 +16,7 @@ from models.initialize import draw_slice, initial_std
 from models.lora import adaptable, add_adapters
 from models.names import is_adapter
 from parallelize.apply import ResolvedPlan, Treatment, parallelize_inside, parallelize_part, resolve_plan
+from parallelize.float8 import Float8, NothingChosen
 from parallelize.fsdp import Precision
 from parallelize.layout import Layout
 from parallelize.linear_cross_entropy import linear_cross_entropy
@@ -25,9 +27,11 @@ from parallelize.mesh import Mesh
 from parallelize.pipeline import Pipeline, split_stage
 from parallelize.plan import decoder_plan
 from trainer.config import Config
+from trainer.config import Float8 as Float8Keys
 from trainer.config_rules import Resolved
 from trainer.config_training import Lora
 from trainer.data.rows import IGNORED
+from trainer.errors import UserError
 from trainer.hf_directory import HfWeights
 from trainer.layout_rules import reshards
 from trainer.loss import TokenLoss
@@ -57,6 +61,7 @@ def treatment_of(config: Config, layout: Layout, device_type: str) -> Treatment:
     """The config's flags as the numbers and dtypes that ``parallelize`` takes."""
     return Treatment(
         precision=precision_of(config, device_type),
+        float8=_float8_of(config.float8, device_type),
         recompute=config.activation_checkpoint.mode,
         recompute_every=config.activation_checkpoint.every,
         compile_backend=config.compile.backend if config.compile.enabled else None,
@@ -64,6 +69,19 @@ def treatment_of(config: Config, layout: Layout, device_type: str) -> Treatment:
         memory_budget=config.compile.memory_budget,
         reshard_after_forward=reshards(config, layout),
     )
+
+
+def _float8_of(section: Float8Keys, device_type: str) -> Float8 | None:
+    if section.recipe == "none":
+        return None
+    named = f'float8.recipe = "{section.recipe}"'
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError(f"{named} needs torchao: pip install 'meshloom[float8]'")
+    if not section.emulate and (device_type != "cuda" or torch.cuda.get_device_capability() < (8, 9)):
+        raise UserError(
+            f"{named} needs a GPU with float8 units (H100 and later); float8.emulate = true computes its rounding alone"
+        )
+    return Float8(section.recipe, section.layers, section.min_features, section.emulate)
 
 
 def build_meta_parts(resolved: Resolved, stage_indices: tuple[int, ...] = (0,)) -> tuple[list[nn.Module], ResolvedPlan]:
@@ -193,7 +211,10 @@ def build_model(
         return value_of(originals.get(name, name), *slice_of)
 
     for part in parts:
-        parallelize_part(part, resolved_plan, mesh, treatment)
+        try:
+            parallelize_part(part, resolved_plan, mesh, treatment)
+        except NothingChosen as error:
+            raise UserError(f"float8.recipe: {error}") from None
         allocate(part, device)
         part.rebuild_buffers(device)
         if initialise:

@@ -81,6 +81,10 @@ class DataSource(Section):
     path: str = Field(min_length=1, description=_PATH)
     source: DataKind = Field("auto", description="what lies there, where its name does not say so")
     weight: Annotated[float, Field(ge=0)] = Field(1.0, description="share of the samples, in proportion to the others'")
+    epochs: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="instead of weight, of all sources or none: a source with 2 is read twice while one with 1 is read once",
+    )
 
 
 class CurriculumStage(Section):
@@ -224,6 +228,20 @@ class ActivationCheckpoint(Section):
         return self.mode if self.every == 1 or self.mode == "none" else f"{self.mode} of every {self.every} blocks one"
 
 
+class Float8(Section):
+    recipe: Literal["none", "tensorwise", "rowwise"] = Field(
+        "none",
+        description="matmuls of the blocks in float8, with one scale a tensor or one a row (needs the extra float8)",
+    )
+    layers: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        ("*",), description='globs of the projections within a block, such as "feed_forward.*"'
+    )
+    min_features: Count = Field(1024, description="projections with fewer inputs or outputs stay as they are")
+    emulate: bool = Field(
+        False, description="compute only its rounding, on any device: for tests of the loss where no GPU has float8"
+    )
+
+
 class Compile(Section):
     enabled: bool = Field(False, description="torch.compile each decoder block")
     backend: Literal["inductor", "aot_eager", "eager"] = Field("inductor", description="compiler back end")
@@ -333,6 +351,7 @@ class Config(Section):
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    float8: Float8 = Float8()
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()
     validation: Validation = Validation()

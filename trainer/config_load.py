@@ -191,6 +191,25 @@ def key_help() -> str:
     return "\n".join(lines)
 
 
+def key_page() -> str:
+    """The same as a page: docs/config.md."""
+    lines = [
+        "# Every configuration key",
+        "",
+        "Made by `python -m trainer schema --markdown`. A key goes into a TOML file under its section, or on the command line as",
+        "`--section.key=value`, which wins. Unknown keys, wrong types and contradictions are errors.",
+    ]
+    section = None
+    for key, schema in key_schemas().items():
+        if key.split(".")[0] != section:
+            section = key.split(".")[0]
+            lines += ["", f"## [{section}]", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        default = schema.get("default")
+        cells = [f"`{key}`", type_text(schema), "" if default is None else f"`{_toml(default)}`", schema["description"]]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
 def toml_text(value) -> str:
     """A value on one line, as an override takes it."""
     if isinstance(value, dict):

@@ -267,6 +267,13 @@ def _mixture_problems(config: Config) -> Iterator[str]:
     if data.curriculum and not data.sources:
         yield "data.curriculum changes the weights of data.sources, and there are none"
         return
+    by_epochs = [name for name, source in data.sources.items() if source.epochs is not None]
+    if by_epochs and (len(by_epochs) < len(data.sources) or data.curriculum):
+        yield (
+            f"data.sources.{by_epochs[0]}.epochs is set: then every source needs epochs, and there can be no data.curriculum; or "
+            "use weight"
+        )
+        return
     steps = [stage.step for stage in data.curriculum]
     for before, after in zip(steps, steps[1:]):
         if after <= before:
@@ -331,6 +338,11 @@ def _tuning_problems(config: Config, architecture: DecoderConfig | None) -> Iter
     training, lora = config.training, config.lora
     if training.method != "lora" and lora != Lora():
         yield f'[lora] is set, but training.method = "{training.method}": use "lora", or leave the table out'
+    if training.method == "lora" and config.float8.recipe != "none":
+        yield (
+            f'float8.recipe = "{config.float8.recipe}" with training.method = "lora": torchao\'s projections have no place for adapters; '
+            'use float8.recipe = "none"'
+        )
     if lora.dropout:
         yield (
             f"lora.dropout = {lora.dropout}: ranks would draw masks of their own, so that the run depended on its layout; use 0 "

@@ -3,8 +3,9 @@
 import argparse
 from collections.abc import Iterator
 
+from trainer.auto_layout import without_layout
 from trainer.config import Config
-from trainer.config_rules import architecture_of
+from trainer.config_rules import architecture_of, resolve_config
 from trainer.data.rows import IGNORED
 from trainer.data.samples import Samples, load_samples
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
@@ -16,6 +17,9 @@ def main(options: argparse.Namespace, config: Config) -> int:
     """Print the samples of a step. Raises ``UserError``."""
     if options.step < 1:
         raise UserError(f"--step {options.step}: the first step is 1")
+    if options.samples is not None and options.samples < 1:
+        raise UserError(f"--samples {options.samples}: at least 1 is needed")
+    resolve_config(without_layout(config), 1)
     check_files(config)
     samples = load_samples(config, architecture_of(config).vocab_size)
     batch, epochs = config.training.global_batch_size, config.data.epochs

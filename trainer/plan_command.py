@@ -78,6 +78,8 @@ def _not_modelled(config: Config) -> list[str]:
     lines = []
     if config.compile.enabled:
         lines.append("compile.enabled = true: compiled blocks are predicted as if they were not")
+    if config.float8.recipe != "none":
+        lines.append(f'float8.recipe = "{config.float8.recipe}": matmuls are predicted as if they were not in float8')
     if config.compile.memory_budget < 1:
         lines.append("compile.memory_budget: what it saves and computes again is not counted")
     if config.data.isolate_documents:

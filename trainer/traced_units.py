@@ -143,6 +143,7 @@ def _resolved(config: Config, architecture: DecoderConfig, tp: int, recompute: s
             "activation_checkpoint": config.activation_checkpoint.model_copy(update={"mode": recompute}),
             "training": config.training.model_copy(update={"micro_batch_size": micro_batch_size}),
             "compile": config.compile.model_copy(update={"enabled": False}),
+            "float8": type(config.float8)(),
         }
     )
     return with_one_block(Resolved(varied, architecture, Layout(tp=tp), (), ()))

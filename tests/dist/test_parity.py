@@ -150,7 +150,8 @@ TIED = {
 def test_b12_b13_tied_embeddings(ranks, name):
     """Ten steps; the copies of a pipeline stay the same bits, and are one parameter to the norm."""
     world_size, overrides = TIED[name]
-    seen = check_parity(ranks, world_size, n_steps=10, model__tie_embeddings=True, **overrides)
+    # At a rate at which ten steps do not make 1e-4 of what CPUs round differently.
+    seen = check_parity(ranks, world_size, n_steps=10, model__tie_embeddings=True, optimizer__lr=0.003, **overrides)
     copies = [rank.copies["tok_embeddings.weight"] for rank in seen if rank.copies]
     originals = [rank.final["tok_embeddings.weight"] for rank in seen if "tok_embeddings.weight" in rank.final]
     assert bool(copies) == ("parallel__pp" in overrides) 

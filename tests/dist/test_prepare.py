@@ -25,7 +25,7 @@ from trainer.errors import UserError
 def test_shards_are_the_same_for_any_number_of_workers_and_go_on_after_a_kill(tmp_path, lines, monkeypatch):
     from trainer.data import prepare as module
 
-    monkeypatch.setattr(module, "_LEAST_PART_BYTES", 4000)
+    monkeypatch.setattr(module, "_LEAST_SHARD_BYTES", 4000)
     prepare([lines], "bytes", tmp_path / "a", 1)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert len(names) > 8
@@ -55,7 +55,7 @@ def _interrupted(whole: Path, folder: Path, lines: str) -> int:
             os.link(whole / f"{shard['name']}{suffix}", folder / f"{shard['name']}{suffix}")
         report = {key: shard[key] for key in ("documents", "tokens")} | {"skipped_lines": 0, "skipped_examples": []}
         (folder / f"{shard['name']}.json").write_text(json.dumps(report | {"shard": shard}))
-    parts = [vars(part) for part in module._parts([lines], None)]
+    shards = [[vars(part) for part in parts] for parts in module._shards([lines], None)]
     plan = {
         "format": 1,
         "sources": manifest["sources"],
@@ -63,7 +63,7 @@ def _interrupted(whole: Path, folder: Path, lines: str) -> int:
         "text_field": "text",
         "bad_lines": "error",
     }
-    (folder / "plan.json").write_text(json.dumps(plan | {"parts": parts}))
+    (folder / "plan.json").write_text(json.dumps(plan | {"shards": shards}))
     return len(manifest["shards"])
 
 
@@ -84,18 +84,21 @@ def test_prepare_that_is_killed_leaves_no_worker_and_no_data_set_and_goes_on(tmp
         "out",
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([*command, "--workers=2"], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
-    while not (tmp_path / "out/000000.bin.tmp").exists() and process.poll() is None:
-        time.sleep(0.05)
-    workers = _children(process.pid)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL and workers
-    with pytest.raises(UserError, match="no manifest.json in it"):
-        load(data__path=str(tmp_path / "out"))
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{worker}").exists() for worker in workers):
-        assert time.monotonic() < deadline, "workers live on"
-        time.sleep(0.1)
+    for number, begun, code in ((signal.SIGTERM, "0*.tmp", 75), (signal.SIGKILL, "0*.json", -signal.SIGKILL)):
+        process = subprocess.Popen([*command, "--workers=2"], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+        while not list((tmp_path / "out").glob(begun)) and process.poll() is None:
+            time.sleep(0.02)
+        with pytest.raises(UserError, match="another prepare is writing there"):
+            prepare([str(big)], "smollm2", tmp_path / "out", 1)
+        workers = _children(process.pid)
+        process.send_signal(number)
+        assert process.wait() == code and workers
+        with pytest.raises(UserError, match="no manifest.json in it"):
+            load(data__path=str(tmp_path / "out"))
+        deadline = time.monotonic() + 60
+        while any(Path(f"/proc/{worker}").exists() for worker in workers):
+            assert time.monotonic() < deadline, "workers live on"
+            time.sleep(0.1)
     big.write_text(json.dumps({"text": "other"}) + "\n")
     changed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert changed.returncode == 2 and "holds a preparation with other sources" in changed.stderr
@@ -111,22 +114,63 @@ def test_prepare_on_the_command_line(tmp_path, lines, capsys, monkeypatch):
     arguments = ["prepare", "--input", str(tmp_path / "*.jsonl"), "--tokenizer=bytes", f"--out={out}", "--workers=1"]
     assert _main(arguments, monkeypatch) == 2
     assert f"error: {lines}:601, byte " in capsys.readouterr().err
-    assert _main([*arguments, "--bad-lines=skip"], monkeypatch) == 2
-    assert "other bad_lines" in capsys.readouterr().err
-    assert _main([*arguments[:-2], f"--out={out}2", "--bad-lines=skip"], monkeypatch) == 0
+    assert _main([*arguments, "--bad-lines=skip"], monkeypatch) == 0
     printed = capsys.readouterr().out
-    assert "tokens of 600 documents in 1 shards, uint16" in printed and "1 bad lines skipped" in printed
-    assert _main([*arguments[:-2], f"--out={out}2"], monkeypatch) == 2
+    assert "tokens of 600 documents in 1 shards, uint16" in printed and "1 bad line skipped" in printed
+    assert _main(arguments, monkeypatch) == 2
     assert "other bad_lines" in capsys.readouterr().err
-    assert load(data__path=f"{out}2").warnings == [f"data.path: 1 bad line skipped, such as {lines}:601, byte {_last(lines)}: not one JSON object a line (Expecting value: line 1 column 1 (char 0))"]  # fmt: skip
+    assert load(data__path=out).warnings == [f"data.path: 1 bad line skipped, such as {lines}:601, byte {_last(lines)}: not one JSON object a line (Expecting value: line 1 column 1 (char 0))"]  # fmt: skip
     for wrong, message in {
         ("--input", "none-*.jsonl"): "no such file",
         ("--tokenizer", "none.json"): "no such file",
         ("--workers", "0"): "at least 1 is needed",
         ("--out", str(tmp_path)): "is not empty, and holds no prepared data",
+        ("--input", str(tmp_path)): "is a folder: name the files in it",
     }.items():
         assert _main([*arguments, f"{wrong[0]}={wrong[1]}"], monkeypatch) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_finished_preparation_is_checked_when_it_is_asked_for_again(tmp_path, lines, capsys, monkeypatch):  # noqa: F811
+    arguments = ["prepare", f"--input={lines}", "--tokenizer=bytes", f"--out={tmp_path / 'out'}", "--workers=1"]
+    for said in ("", "is complete, and every file in it is what was written"):
+        assert _main(arguments, monkeypatch) == 0
+        assert said in capsys.readouterr().out
+    shard = tmp_path / "out/000000.bin"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    assert _main(arguments, monkeypatch) == 2
+    assert f"{shard} is not what was written" in capsys.readouterr().err
+
+
+def test_a_file_that_is_mended_or_changed_while_it_is_read(tmp_path, monkeypatch):
+    from trainer.data import prepare as module
+
+    path, out = tmp_path / "a.txt", tmp_path / "out"
+    path.write_bytes(b"\xff")
+    with pytest.raises(UserError, match="not valid UTF-8"):
+        prepare([str(path)], "bytes", out, 1)
+    path.write_text("mended")
+    run = module._run
+    monkeypatch.setattr(module, "_run", lambda *arguments: (run(*arguments), path.write_text("changed")))
+    with pytest.raises(UserError, match="a.txt was changed while it was read"):
+        prepare([str(path)], "bytes", out, 1)
+    assert not (out / "manifest.json").exists()
+
+
+def test_small_files_share_a_shard(tmp_path, monkeypatch):
+    from trainer.data import prepare as module
+
+    monkeypatch.setattr(module, "_LEAST_SHARD_BYTES", 1000)
+    monkeypatch.setattr(module, "_SHARDS", 1 << 20)
+    sizes = [300, 300, 300, 300, 1500, 100, 0, 100]
+    for number, size in enumerate(sizes):
+        (tmp_path / f"{number}.txt").write_bytes(bytes([97 + number]) * size)
+    manifest = prepare([str(tmp_path / f"{number}.txt") for number in range(8)], "bytes", tmp_path / "out", 1)
+    assert [[Path(path).stem for path in shard["sources"]] for shard in manifest["shards"]] == [
+        ["0", "1", "2"], ["3"], ["4"], ["5"], ["7"],
+    ]  # fmt: skip
+    expected = [token for number, size in enumerate(sizes) if size for token in [*[97 + number] * size, 256]]
+    assert stream(load(data__path=str(tmp_path / "out"))) == expected
 
 
 def _last(lines: str) -> int:
@@ -154,8 +198,14 @@ def test_inspect_data_shows_documents_and_what_is_not_trained(tmp_path, lines, c
             expected += [f"--- document {document}, tokens {first} to {last - 1} of the row"]
             expected += [text + "<end>" * (ids[40 * row + last - 1] == 256)]
     assert capsys.readouterr().out.splitlines() == expected
-    assert _main(["inspect-data", "--step=9999", "--data.epochs=1", *keys], monkeypatch) == 2
-    assert "the data ends before" in capsys.readouterr().err
+    for wrong, message in {
+        ("--step=9999", "--data.epochs=1"): "the data ends before",
+        ("--samples=0",): "--samples 0: at least 1",
+        ("--data.curriculum=[{step = 2, weights = {b = 1}}]",): "there are none",
+        ("--data.packing=best_fit",): "needs data.isolate_documents",
+    }.items():
+        assert _main(["inspect-data", *wrong, *keys], monkeypatch) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_inspect_data_shows_packed_documents_whole_and_their_padding(tmp_path, lines, capsys, monkeypatch):  # noqa: F811

@@ -4,7 +4,16 @@ from pathlib import Path
 import pytest
 
 from trainer.config import Config
-from trainer.config_load import CONFIG_DIR, Override, dump_config, key_help, key_schemas, load_config, split_overrides
+from trainer.config_load import (
+    CONFIG_DIR,
+    Override,
+    dump_config,
+    key_help,
+    key_page,
+    key_schemas,
+    load_config,
+    split_overrides,
+)
 from trainer.config_rules import resolve_config
 from trainer.errors import UserError
 
@@ -144,6 +153,8 @@ def test_help_lists_every_key_with_its_meaning():
 def test_published_schema_is_current():
     schema = json.loads((CONFIG_DIR / "schema.json").read_text())
     assert schema == Config.model_json_schema(), "run: python -m trainer schema > train_configs/schema.json"
+    page = (CONFIG_DIR.parent / "docs/config.md").read_text()
+    assert page == key_page() + "\n", "run: python -m trainer schema --markdown > docs/config.md"
 
 
 def rules(world_size: int = 1, **keys) -> str:

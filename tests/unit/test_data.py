@@ -13,7 +13,7 @@ import torch
 import zstandard
 
 from trainer.data.documents import BadLines, Part, documents_in, read_documents
-from trainer.data.prepare import tokenize
+from trainer.data.encode import tokenize
 from trainer.data.rows import IGNORED, TokenRows, labels_of
 from trainer.data.stream import MemoryTokens, TokenStream
 from trainer.data.tokenizer import ASSETS, ByteTokenizer, load_tokenizer
@@ -96,11 +96,12 @@ def test_bundled_text_and_tokenizers():
     assert bytes(ByteTokenizer().encode("naïve ☃").astype(np.uint8)).decode() == "naïve ☃"
 
 
-def test_every_document_ends_with_eos():
+def test_every_document_ends_with_eos_and_none_has_to_fit_into_memory():
     documents = [("ab", True), ("c", False), ("d", True)]
-    assert [np.concatenate(d).tolist() for d in tokenize(iter(documents), ByteTokenizer())] == [
-        [97, 98, 256],
-        [99, 100, 256],
+    assert [(np.concatenate(ids).tolist(), is_last) for ids, is_last in tokenize(iter(documents), ByteTokenizer())] == [
+        ([97, 98, 256], True),
+        ([99], False),
+        ([100, 256], True),
     ]
 
 
@@ -122,7 +123,7 @@ def bpe_folder(folder, bos: str | None, eos: str | None):
 
 def test_bos_where_the_tokenizer_puts_one_and_eos_always(tmp_path):
     def document(name: str) -> list[int]:
-        (ids,) = tokenize(iter([("A text.", True)]), load_tokenizer(name))
+        ((ids, _),) = tokenize(iter([("A text.", True)]), load_tokenizer(name))
         return np.concatenate(ids).tolist()
 
     plain, with_bos = bpe_folder(tmp_path / "plain", None, "<|endoftext|>"), bpe_folder(tmp_path / "bos", "<bos>", None)
@@ -165,7 +166,7 @@ def test_a_long_text_is_tokenized_as_if_at_once(tmp_path, monkeypatch, separator
     assert len(pieces) > 5 and "".join(piece for piece, _ in pieces) == text
     assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
     tokenizer = load_tokenizer("smollm2")
-    (ids,) = tokenize(iter(pieces), tokenizer)
+    ids = [part for of_piece, _ in tokenize(iter(pieces), tokenizer) for part in of_piece]
     assert np.concatenate(ids)[:-1].tolist() == tokenizer.encode(text).tolist()
 
 
@@ -173,11 +174,14 @@ def test_a_text_without_a_place_to_cut_is_cut_all_the_same(tmp_path, monkeypatch
     from trainer.data import documents
 
     monkeypatch.setattr(documents, "PIECE_BYTES", 1000)
-    for number, text in enumerate(["公" * 20_000, "word " * 9_000, "a\n\n" * 15_000]):
+    for number, text in enumerate(["公" * 20_000, "1 " * 20_000, "a\n\n" * 15_000]):
         (tmp_path / f"{number}.txt").write_bytes(text.encode())
         pieces = list(read_documents(Part(str(tmp_path / f"{number}.txt"), "text"), BadLines()))
         assert len(pieces) > 1 and "".join(piece for piece, _ in pieces) == text
         assert max(len(piece.encode()) for piece, _ in pieces) <= 17_000
+
+
+ZSTD = zstandard.compress("".join(f"line {number}\n" for number in range(90_000)).encode())
 
 
 @pytest.mark.parametrize(
@@ -195,6 +199,16 @@ def test_a_text_without_a_place_to_cut_is_cut_all_the_same(tmp_path, monkeypatch
         ("l.jsonl", b"[" * 100_000, "l.jsonl:1, byte 0: not one JSON object a line"),
         ("m.jsonl.zst", b"not zstandard", "cannot be read"),
         ("n.parquet", b"not parquet", "cannot be read"),
+        (
+            "o.txt.zst",
+            ZSTD[: len(ZSTD) // 2],
+            "the file ends within a frame",
+        ),  # at a byte where whole lines have been read
+        ("p.txt.zst", ZSTD + ZSTD[:-1], "the file ends within a frame"),
+        ("q.txt.gz", gzip.compress(b"text" * 99, mtime=0)[:-9], "cannot be read"),
+        ("r.txt", b"\xef\xbb\xbf" + b"text" * 9 + b"\xff", "r.txt, byte 39: not valid UTF-8"),
+        ("s.txt", np.arange(1, 99, dtype=np.uint16).tobytes(), "s.txt, byte 1: a zero byte: this is no text"),
+        ("t.txt", "utf-16".encode("utf-16"), "t.txt, byte 0: not valid UTF-8"),
     ],
 )
 def test_b67_bad_files_are_named_with_line_and_byte(tmp_path, name, content, expected):
@@ -255,7 +269,8 @@ def test_the_kinds_of_files_hold_the_same_documents(tmp_path):
     for name, content in {
         "a.jsonl": lines,
         "b.jsonl.gz": gzip.compress(lines[:20]) + gzip.compress(lines[20:]),  # two members, as cat makes them
-        "c.json.zst": packed.getvalue() + zstandard.compress(b'{"text": "last"}'),
+        # of two frames, and one to be skipped between them, as pzstd makes them
+        "c.json.zst": packed.getvalue() + b"\x50\x2a\x4d\x18\x03\0\0\0abc" + zstandard.compress(b'{"text": "last"}'),
     }.items():
         write(tmp_path / name, content)
         assert texts_of(tmp_path / name) == texts + ["last"] * (name == "c.json.zst"), name

@@ -9,9 +9,10 @@ import torch
 
 from tests.tiny import tiny_config
 from tests.unit.test_data import stream_of
+from trainer.config import Config
 from trainer.data import order
 from trainer.data.loader import StepSampler, make_loader
-from trainer.data.mixture import Mixture, pattern_of
+from trainer.data.mixture import Mixture, mixture_of, pattern_of
 from trainer.data.order import Bijection, RowOrder
 from trainer.data.rows import TokenRows
 from trainer.data.samples import Samples
@@ -85,6 +86,18 @@ def test_a_mixture_counts_each_source_by_itself_over_a_change_of_weights():
         counts[source] += 1
     assert counts[1:] == [7 + 4 + 20, 8] and counts[0] == 17 + 4
     assert mixture.place(10**15) == (1, 10**15 - 40 + 11)
+
+
+def test_a_mixture_by_epochs_reads_each_source_so_often():
+    """Twice the small one while the large one is read once; and data.epochs = 2 ends there."""
+    sources = {"large": {"path": "l", "epochs": 1.0}, "small": {"path": "s", "epochs": 2.0}}
+    config = Config.model_validate({"data": {"sources": sources, "epochs": 2}})
+    n_rows = {"large": 1003, "small": 57}
+    mixture = mixture_of(config.data, 8, n_rows)
+    large, small = mixture.taken(1003 + 2 * 57).tolist()
+    assert abs(large - 1003) <= 1 and abs(small - 114) <= 1
+    samples = Samples(samples_of(n_rows).rows, mixture, 0, True)
+    assert abs(samples.samples_in(2, 10**6) - 1117) <= 11
 
 
 def samples_of(n_rows: dict[str, int], weights=(1,), seed=3, seq_len=10) -> Samples:

@@ -30,6 +30,9 @@ def lines(tmp_path) -> str:
     return str(path)
 
 
+BEST_FIT = dict(data__isolate_documents=True, data__packing="best_fit")
+
+
 def load(seq_len: int = 32, vocab_size: int = 300, **keys) -> Samples:
     return load_samples(tiny_config(training__seq_len=seq_len, **keys), vocab_size)
 
@@ -44,15 +47,17 @@ def expected_stream(tokenizer: str = "bytes") -> list[int]:
     return [token for text in TEXTS for token in [*loaded.encode(text).tolist(), loaded.eos_id]]
 
 
-def megatron_file(prefix: Path, sequences: list[list[int]], dtype=np.int32, code: int = 4, documents=None, modes=b""):
-    """As the format's description says, by other means than the reader's or writer's."""
+def megatron_file(
+    prefix: Path, sequences: list[list[int]], dtype=np.int32, code: int = 4, documents=None, modes=b"", first=0
+):
+    """As the format's description says, by other means than the reader's or writer's. ``first``: byte of the first sequence."""
     documents = range(len(sequences) + 1) if documents is None else documents
     index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
     index += struct.pack("<Q", len(sequences)) + struct.pack("<Q", len(documents))
     index += b"".join(struct.pack("<i", len(sequence)) for sequence in sequences)
     at, size = 0, np.dtype(dtype).itemsize
     for sequence in sequences:
-        index += struct.pack("<q", at)
+        index += struct.pack("<q", at or first)
         at += len(sequence) * size
     index += b"".join(struct.pack("<q", document) for document in documents) + modes
     Path(f"{prefix}.idx").write_bytes(index)
@@ -82,12 +87,21 @@ def test_a_megatron_file_made_elsewhere_is_read(tmp_path):
             samples = load(data__path=str(tmp_path / path))
             assert stream(samples) == sum(sequences, [])
             assert samples.rows[""].stream.document_starts().tolist() == [0, 4, 6]
+    megatron_file(tmp_path / "f", [*sequences, []], documents=[0, 2, 2, 5, 5, 6, 6])  # with documents of nothing
+    of_f = load(data__path=str(tmp_path / "f"), data__isolate_documents=True)
+    assert stream(of_f) == sum(sequences, []) and of_f.rows[""].stream.document_starts()[:3].tolist() == [0, 4, 4]
+    assert (
+        of_f.rows[""].documents(1)[-1][0] < 32 and len(load(data__path=str(tmp_path / "f"), **BEST_FIT).rows[""]) == 3
+    )
+    (tmp_path / "f.idx").unlink()
     megatron_file(tmp_path / "e", sequences, modes=bytes(5))
+    (tmp_path / "f.bin").unlink()
     assert stream(load(data__path=str(tmp_path / "?.bin")))[-67:] == sum(sequences, [])
     # and what we write is by the same description
     writer = IndexedWriter(tmp_path / "ours", np.dtype(np.int32))
     for sequence in sequences:
-        writer.add([np.array(sequence[:2]), np.array(sequence[2:], dtype=np.int64)])
+        writer.add([np.array(sequence[:1])], is_last=False)
+        writer.add([np.array(sequence[1:2]), np.array(sequence[2:], dtype=np.int64)])
     writer.finish()
     megatron_file(tmp_path / "theirs", sequences)
     for suffix in (".bin", ".idx"):
@@ -118,6 +132,30 @@ def test_a_nanogpt_file_is_read(tmp_path):
     (tmp_path / "odd.bin").write_bytes(b"odd")
     with pytest.raises(UserError, match="odd.bin: 3 bytes are not a row of uint16 token ids"):
         load(data__path=str(tmp_path / "odd.bin"))
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240520, 1, len(ids)
+    (tmp_path / "llmc.bin").write_bytes(header.tobytes() + np.array(ids, np.uint16).tobytes())
+    assert stream(load(data__path=str(tmp_path / "llmc.bin"))) == ids
+    header[1] = 7
+    (tmp_path / "llmc.bin").write_bytes(header.tobytes() + np.array(ids, np.uint32).tobytes())
+    with pytest.raises(UserError, match="llmc.bin: its header says version 7"):
+        load(data__path=str(tmp_path / "llmc.bin"))
+    for dtype in (np.int32, np.int64):
+        np.array(ids, dtype).tofile(tmp_path / "wide.bin")
+        with pytest.raises(UserError, match="wide.bin: every second id is near 0: these are ids of 32 bits or more"):
+            load(data__path=str(tmp_path / "wide.bin"))
+
+
+def test_a_pattern_stands_for_token_files_of_one_kind(tmp_path):
+    np.arange(200, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    for name, write in {
+        "readme.md": lambda path: path.write_text("text " * 20),
+        "b.bin": lambda path: megatron_file(path.with_suffix(""), [[1] * 40]),
+    }.items():
+        write(tmp_path / name)
+        with pytest.raises(UserError, match=f"files of more than one kind, .*/a.bin .nanogpt. and .*/{name[:2]}"):
+            load(data__path=str(tmp_path / "*"))
+        (tmp_path / name).unlink()
 
 
 @pytest.mark.parametrize(
@@ -130,6 +168,11 @@ def test_a_nanogpt_file_is_read(tmp_path):
         (lambda folder: (folder / "a.idx").write_bytes((folder / "a.idx").read_bytes() + b"xyz"), "do not hold"),
         (lambda folder: (folder / "a.idx").unlink(), "a.idx beside it"),
         (lambda folder: (folder / "a.bin").unlink(), "no such file"),
+        (lambda folder: megatron_file(folder / "a", [[1] * 40] * 3, documents=[0, 2, 1, 3]), "a.idx is damaged, .* not in order"),
+        (lambda folder: megatron_file(folder / "a", [[1] * 40] * 3, documents=[0, -1, 3]), "a.idx is damaged, .* not in order"),
+        (lambda folder: megatron_file(folder / "a", [[1] * 40] * 3, documents=[0, 2, 9]), "a.idx is damaged, .* not sequences 0 to 2"),
+        (lambda folder: megatron_file(folder / "a", [[1] * 40] * 3, documents=[1, 3]), "a.idx is damaged, .* not sequences 0 to 2"),
+        (lambda folder: megatron_file(folder / "a", [[1] * 40] * 3, first=8), "a.idx is damaged, .* not lie one behind another"),
         (lambda folder: megatron_file(folder / "a", [[1, 2] * 40, [3, 300]]), "a.bin, token 81: id 300, but the model has vocab_size = 300"),
         (lambda folder: megatron_file(folder / "a", [[1, -2] * 40]), "a.bin, token 1: id -2"),
     ],
@@ -145,9 +188,9 @@ def test_damaged_token_files_are_named(tmp_path, change, message):
 def test_an_id_beyond_the_vocabulary_that_the_start_does_not_see_ends_the_run_where_it_is_read(
     tmp_path, monkeypatch, workers
 ):
-    from trainer.data import stream as module
+    from trainer.data import indexed as module
 
-    monkeypatch.setattr(module, "_SAMPLED", 4)
+    monkeypatch.setattr(module, "_LOOKED_AT", 4)
     monkeypatch.setattr(module, "_WINDOW", 1)
     ids = np.arange(320, dtype=np.uint16) % 200
     ids[100] = 300
@@ -169,9 +212,10 @@ def test_prepared_data_of_another_tokenizer_or_with_a_lost_shard_is_refused(tmp_
     megatron_file(out / "000000", [[1] * 100], np.uint16, 8)
     with pytest.raises(UserError, match="holds 100 tokens of 1 documents, but .* says"):
         load(data__path=str(out))
-    (out / "manifest.json").write_text("{}")
-    with pytest.raises(UserError, match="is not the manifest of prepared data"):
-        load(data__path=str(out))
+    for content, message in {"{}": "'format'", '{"format": 1}': "no tokenizer, sources"}.items():
+        (out / "manifest.json").write_text(content)
+        with pytest.raises(UserError, match=f"is not the manifest of prepared data: {message}"):
+            load(data__path=str(out))
 
 
 def test_text_that_is_not_small_is_tokenized_once_into_a_cache(tmp_path, lines, monkeypatch):
@@ -205,7 +249,9 @@ def test_urls_are_read_where_they_are_and_token_files_are_fetched(tmp_path, line
     system = fsspec.filesystem("memory")
     system.pipe("/corpus/in.jsonl", Path(lines).read_bytes())
     cache = dict(data__cache_dir=str(tmp_path / "cache"))
+    system.pipe("/corpus/[a] b 书.txt", b"in brackets, and long enough")
     assert stream(load(data__path="memory://corpus/*.jsonl", **cache)) == expected_stream()
+    assert len(stream(load(8, data__path="memory://corpus/[a] b 书.txt", **cache))) == 29
     prepare([lines], "bytes", tmp_path / "out", 1)
     for path in (tmp_path / "out").iterdir():
         system.pipe(f"/prepared/{path.name}", path.read_bytes())

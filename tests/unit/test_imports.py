@@ -1,6 +1,7 @@
 """The dependency arrows of the design, read off the source."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def test_models_import_only_torch(path):
 def test_parallelize_knows_no_model_and_no_trainer(path):
     for name in imported(path):
         top = name.split(".")[0]
-        assert top in ("parallelize", "torch", "tomli") or top in sys.stdlib_module_names, f"{path.name} imports {name}"
+        assert top in ("parallelize", "torch", "torchao", "tomli") or top in sys.stdlib_module_names, (
+            f"{path.name} imports {name}"
+        )
 
 
 @pytest.mark.parametrize("path", sources("trainer"), ids=str)
@@ -64,3 +67,13 @@ def test_files_stay_readable(path):
 def test_pytest_collects_every_folder(pytestconfig):
     """By default pytest passes over folders called "dist", without a word."""
     assert "dist" not in pytestconfig.getini("norecursedirs")
+
+
+def test_the_table_of_cases_names_every_test_of_one():
+    """tests/README.md."""
+    tests = ROOT / "tests"
+    named = set(re.findall(r"`(test_b\d+_\w+)`", (tests / "README.md").read_text()))
+    there = {
+        name for path in tests.rglob("test_*.py") for name in re.findall(r"def (test_b\d+_\w+)\(", path.read_text())
+    }
+    assert named == there, named ^ there

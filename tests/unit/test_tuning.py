@@ -94,6 +94,7 @@ def test_groups_of_rates():
             'lora.targets: "output" matches nothing in the model',
         ),
         (dict(training__method="lora", lora__dropout=0.1), "lora.dropout = 0.1: ranks would draw masks of their own"),
+        (dict(training__method="lora", float8__recipe="tensorwise"), 'use float8.recipe = "none"'),
         (dict(lora__rank=4), '[lora] is set, but training.method = "pretrain"'),
         (dict(optimizer__groups=[{"match": ["atention"]}]), "optimizer.groups, table 1: match"),
         (

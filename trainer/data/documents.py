@@ -6,10 +6,12 @@ import glob
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from trainer.data.hugging_face import entries, state_of_dataset
 from trainer.data.remote import expand_remote, is_remote, open_remote, remote_size, state_of_remote
@@ -18,6 +20,8 @@ from trainer.errors import UserError
 
 BUNDLED_TEXT = ASSETS / "pride_and_prejudice.txt.gz"
 PIECE_BYTES = 1 << 20  # of a text that is read at once
+_BOM = b"\xef\xbb\xbf"
+_BETWEEN_WORDS = re.compile(rb"[A-Za-z](?= [A-Za-z])")
 
 # A document, or a piece of its text; and whether the document ends with it.
 Piece = tuple[object, bool]
@@ -27,15 +31,24 @@ def documents_in(name: str) -> str:
     """How a file holds documents, by its name: "jsonl", "parquet", "text" or "hf"."""
     if is_dataset(name):
         return "hf"
-    name = name.removesuffix(".gz").removesuffix(".zst")
+    name = _without_query(name).removesuffix(".gz").removesuffix(".zst")
     if name.endswith((".jsonl", ".ndjson", ".json")):
         return "jsonl"
     return "parquet" if name.endswith(".parquet") else "text"
 
 
+def is_packed(name: str) -> bool:
+    return _without_query(name).endswith((".gz", ".zst"))
+
+
+def _without_query(name: str) -> str:
+    return urlsplit(name).path if name.startswith(("http://", "https://")) else name
+
+
 def is_dataset(path: str) -> bool:
     """Whether it is a Hugging Face data set, by its name or by what its folder holds."""
-    return path.startswith("hf://") or (Path(path) / "dataset_info.json").is_file()
+    names = ("dataset_info.json", "dataset_dict.json")
+    return path.startswith("hf://") or any((Path(path) / name).is_file() for name in names)
 
 
 @dataclass
@@ -91,18 +104,60 @@ def read_documents(
                     yield text, True
     except UserError:
         raise
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{part.path}: cannot be read: {error}") from None
+    except Exception as error:
+        if not is_remote(part.path) and not isinstance(error, (OSError, EOFError, zlib.error)):
+            raise
+        raise UserError(f"{part.path}: cannot be read: {error}") from None  # each remote system has errors of its own
 
 
-def _open(path: str) -> contextlib.AbstractContextManager[io.BufferedIOBase]:
+@contextlib.contextmanager
+def _open(path: str) -> Iterator[io.BufferedIOBase]:
     """The file's bytes, unpacked."""
-    raw = open_remote(path) if is_remote(path) else Path(path).open("rb")
-    if path.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
-    if path.endswith(".zst"):
-        return io.BufferedReader(_zstandard().ZstdDecompressor().stream_reader(raw, read_across_frames=True), 1 << 20)
-    return raw
+    name = _without_query(path)
+    with open_remote(path) if is_remote(path) else Path(path).open("rb") as raw:
+        if name.endswith(".gz"):
+            yield gzip.GzipFile(fileobj=raw)
+        elif name.endswith(".zst"):
+            yield io.BufferedReader(_Pieces(_unpacked(raw, path)), 1 << 20)
+        else:
+            yield raw
+
+
+def _unpacked(raw, path: str) -> Iterator[bytes]:
+    """A .zst file, frame by frame. (The library's own reader takes a file that was cut for one that ends there.)"""
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(f"{path}: a .zst file needs the extra data: pip install 'meshloom[data]'") from None
+    packed, frame = b"", None
+    while packed := packed or raw.read(1 << 16):
+        frame = frame or zstandard.ZstdDecompressor().decompressobj()
+        try:
+            yield frame.decompress(packed)
+        except zstandard.ZstdError as error:
+            raise OSError(error) from None
+        packed, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError("the file ends within a frame: a part of it is missing")
+
+
+class _Pieces(io.RawIOBase):
+    """Pieces of bytes, as a file."""
+
+    def __init__(self, pieces: Iterator[bytes]):
+        self._pieces, self._rest = pieces, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._rest:
+            if (piece := next(self._pieces, None)) is None:
+                return 0
+            self._rest = memoryview(piece)
+        n = min(len(buffer), len(self._rest))
+        buffer[:n], self._rest = self._rest[:n], self._rest[n:]
+        return n
 
 
 def expand(pattern: str, key: str) -> list[str]:
@@ -111,6 +166,8 @@ def expand(pattern: str, key: str) -> list[str]:
         found = [pattern]
     elif is_remote(pattern):
         found = expand_remote(pattern)
+    elif Path(pattern).is_dir():
+        raise UserError(f"{key} = {pattern!r} is a folder: name the files in it, as in {pattern.rstrip('/')}/*.jsonl")
     elif Path(pattern).exists():
         found = [pattern]
     else:
@@ -137,17 +194,9 @@ def state_of(path: str) -> str:
     return f"{state.st_size}/{state.st_mtime_ns}"
 
 
-def _zstandard():
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError("a .zst file needs the extra data: pip install 'meshloom[data]'") from None
-    return zstandard
-
-
 def _lines(part: Part, bad: BadLines, convert: Callable[[dict], object]) -> Iterator[Piece]:
     """Split at newlines alone: ``str.splitlines`` would also cut at U+2028 inside a string."""
-    with _unpacking(part.path), _open(part.path) as file:
+    with _open(part.path) as file:
         offset, number = part.first, 1
         if part.first:  # a line belongs to the part in which it begins
             file.seek(part.first - 1)
@@ -170,7 +219,7 @@ def _lines(part: Part, bad: BadLines, convert: Callable[[dict], object]) -> Iter
 
 def _document_of_line(raw: bytes, convert: Callable[[dict], object], is_first: bool):
     """The document of one line of JSONL, "" for a blank line. Raises ``ValueError``."""
-    raw = raw.removeprefix(b"\xef\xbb\xbf") if is_first else raw
+    raw = raw.removeprefix(_BOM) if is_first else raw
     if not raw.strip():
         return ""
     try:
@@ -206,28 +255,34 @@ def _count_lines(path: str, offset: int) -> int:
 def _text(path: str, bad: BadLines) -> Iterator[Piece]:
     """A whole file as one document, in pieces that end with a line.
 
-    Cut where a single newline stands between two that are no white space: there the usual pre-tokenizers (GPT-2, Llama 3,
-    Qwen) cut as well, so that the tokens are those of the whole. Only 16 MiB without such a place are cut anywhere.
+    Cut where a single newline stands between two characters that are no white space, or else a single space between two
+    letters: there the usual pre-tokenizers (GPT-2, Llama 3, Qwen) cut as well, so that the tokens are those of the whole.
+    Only 16 MiB without such a place are cut anywhere.
     """
-    rest, offset = b"", 0
-    with _unpacking(path), _open(path) as file:
-        while content := file.read(PIECE_BYTES):
-            rest += content if offset or rest else content.removeprefix(b"\xef\xbb\xbf")
+    with _open(path) as file:
+        content = file.read(PIECE_BYTES)
+        first = offset = len(_BOM) if content.startswith(_BOM) else 0
+        rest = content[offset:]
+        while content:
             if cut := _last_cut(rest):
                 yield _decoded(path, rest[:cut], offset, bad), False
                 rest, offset = rest[cut:], offset + cut
+            content = file.read(PIECE_BYTES)
+            rest += content
     text = _decoded(path, rest, offset, bad)
-    if offset or text.strip():
+    if offset > first or text.strip():
         yield text, True
 
 
 def _last_cut(content: bytes) -> int:
-    """Behind the last lone newline; 0 if there is none, and the content is not too long to wait for one."""
+    """Behind the last lone newline, or between two of the last words; 0 to wait for a place, if the content is not too long."""
     at = len(content) - 4  # a whole character behind it
     while (at := content.rfind(b"\n", 4, at)) > 0:
         before, behind = (content[a : a + 4].decode("utf-8", "ignore") for a in (at - 4, at + 1))
         if not before[-1:].isspace() and not behind[:1].isspace():
             return at + 1
+    if places := [match.end() for match in _BETWEEN_WORDS.finditer(content, max(0, len(content) - (1 << 16)))]:
+        return places[-1]
     if len(content) < 16 * PIECE_BYTES:
         return 0
     at = len(content) - 4
@@ -238,10 +293,14 @@ def _last_cut(content: bytes) -> int:
 
 def _decoded(path: str, content: bytes, offset: int, bad: BadLines) -> str:
     try:
-        return content.decode("utf-8")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         bad.found(f"{path}, byte {offset + error.start}: not valid UTF-8 ({error.reason})")
-        return content.decode("utf-8", errors="ignore")
+        text = content.decode("utf-8", errors="ignore")
+    if "\0" in text:
+        bad.found(f"{path}, byte {offset + content.index(0)}: a zero byte: this is no text")
+        text = text.replace("\0", "")
+    return text
 
 
 def _parquet_rows(path: str, text_field: str | None) -> Iterator[dict]:
@@ -260,13 +319,3 @@ def _parquet_rows(path: str, text_field: str | None) -> Iterator[dict]:
                 yield from batch.to_pylist()
         except pyarrow.ArrowException as error:
             raise UserError(f"{path}: cannot be read: {error}") from None
-
-
-@contextlib.contextmanager
-def _unpacking(path: str):
-    """Give the fault of a damaged .zst the type that a damaged .gz has."""
-    faults = (_zstandard().ZstdError,) if path.endswith(".zst") else ()
-    try:
-        yield
-    except faults as error:
-        raise OSError(error) from None

@@ -18,9 +18,7 @@ def entries(path: str, text_field: str | None) -> Iterator[dict]:
     """Each entry; ``text_field``: a column that it must have. Raises ``UserError``."""
     name, keys = _parse(path)
     take = keys.pop("take", None)
-    data = _call(path, "load_from_disk", name) if not keys else _call(path, "load_dataset", name, **keys)
-    if isinstance(data, dict):  # several splits
-        raise UserError(f"{path}: it has the splits {', '.join(data)}: name the folder of one")
+    data = _call(path, "load_dataset", name, **keys) if keys else _from_disk(path)
     columns = data.column_names
     if columns is not None and text_field is not None and text_field not in columns:
         raise UserError(f"{path}: no column {text_field!r} (it has {', '.join(columns)})")
@@ -34,10 +32,19 @@ def state_of_dataset(path: str) -> str:
     """What changes when the data set does, as ``datasets`` tells."""
     name, keys = _parse(path)
     if not keys:
-        return str(_call(path, "load_from_disk", name)._fingerprint)
+        return str(_from_disk(path)._fingerprint)
     named = {key: value for key, value in keys.items() if key not in ("split", "streaming", "take")}
     builder = _call(path, "load_dataset_builder", name, **named)
     return f"{builder.config_id}/{builder.hash}/{keys.get('split')}/{keys.get('take')}"
+
+
+def _from_disk(path: str):
+    data = _call(path, "load_from_disk", path)
+    if isinstance(data, dict):
+        raise UserError(
+            f"{path} has the splits {', '.join(data)}: name the folder of one, {Path(path) / next(iter(data))}"
+        )
+    return data
 
 
 def _parse(path: str) -> tuple[str, dict]:

@@ -10,6 +10,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer.config import Data
 from trainer.data.rows import IGNORED, Rows, model_inputs
 from trainer.data.samples import Samples
+from trainer.data.stream import TokenStream
 from trainer.signals import stop_signals
 
 
@@ -56,15 +57,17 @@ def make_loader(
 
 def checked(batches: Iterator[dict], samples: Samples) -> Iterator[dict[str, torch.Tensor]]:
     """The same batches. Raises ``UserError`` for an id that the model has no row for: here, where a worker could only fail."""
+    streams = [rows.stream for rows in samples.rows.values()]
     for batch in batches:
-        for rows in samples.rows.values():
-            _check(rows, batch)
+        _check(batch, streams)
         yield batch
 
 
-def _check(rows: Rows, entry: dict[str, torch.Tensor]) -> None:
-    rows.stream.check(entry["tokens"])
-    rows.stream.check(entry["labels"].clamp(min=0))
+def _check(entry: dict[str, torch.Tensor], streams: list[TokenStream]) -> None:
+    """Every stream has the range of the one model."""
+    if not all(map(streams[0].fits, (entry["tokens"], entry["labels"].clamp(min=0)))):
+        for stream in streams:
+            stream.check_all()
 
 
 def batches_in_order(rows: Rows, global_batch_size: int, dp_index: int, dp: int) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -78,7 +81,7 @@ def batches_in_order(rows: Rows, global_batch_size: int, dp_index: int, dp: int)
         mine = range(first + dp_index * share, first + (dp_index + 1) * share)
         entries = [rows[row] if row < len(rows) else past_the_end for row in mine]
         for entry in entries:
-            _check(rows, entry)
+            _check(entry, [rows.stream])
         yield tuple(torch.stack(tensors) for tensors in zip(*map(model_inputs, entries)))
 
 

@@ -2,7 +2,7 @@
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -83,16 +83,25 @@ class Mixture:
         return phase.taken(n_samples - phase.first)
 
 
-def mixture_of(data: Data, global_batch_size: int) -> Mixture:
-    """The shares of the sources, and where in the run they change. Raises ``UserError``."""
+def mixture_of(data: Data, global_batch_size: int, n_rows: Mapping[str, int]) -> Mixture:
+    """The shares of the sources, which have ``n_rows``, and where in the run they change."""
+    if any(source.epochs for source in data.sources.values()):
+        return Mixture([(0, _shares_of_epochs(data, n_rows))])
     return Mixture([
         ((step - 1) * global_batch_size, list(weights.values())) for step, weights in weights_by_step(data)
     ])  # fmt: skip
 
 
+def _shares_of_epochs(data: Data, n_rows: Mapping[str, int]) -> list[int]:
+    """To 1 in 10,000."""
+    wanted = [source.epochs * n_rows[name] for name, source in data.sources.items()]
+    scale = (MOST_SAMPLES - len(wanted)) / sum(wanted)
+    return [max(1, round(scale * n)) for n in wanted]
+
+
 def weights_by_step(data: Data) -> list[tuple[int, dict[str, float]]]:
-    """(first step, weight of each source), in order, from step 1 on; a stage keeps what it does not name."""
-    weights = {name: source.weight for name, source in data.sources.items()} or {"": 1.0}
+    """(first step, weight or epochs of each source), in order, from step 1 on; a stage keeps what it does not name."""
+    weights = {name: source.epochs or source.weight for name, source in data.sources.items()} or {"": 1.0}
     stages = [(1, weights)]
     for stage in data.curriculum:
         weights = weights | stage.weights

@@ -1,39 +1,49 @@
 """``prepare``: text into memory-mapped shards of tokens, once, on all cores. Loads no torch.
 
-The work is cut into parts that depend on the files alone: a plain JSONL file into stretches of lines, any other file is one
-part. Each part becomes a shard, written under a temporary name; a small ``.json`` says that it is complete, so that a
-killed preparation goes on with the parts that are left. ``manifest.json``, written last, makes the folder a data set.
+The work is cut into shards by the files alone: a large plain JSONL file into stretches of lines, small files that follow each
+other share one, any other file is one. A shard is written under a temporary name; a small ``.json`` says that it is complete, so
+that a killed preparation goes on with those that are left. ``manifest.json``, written last, makes the folder a data set.
 """
 
 import concurrent.futures
 import contextlib
+import fcntl
 import functools
 import itertools
 import json
 import multiprocessing
 import os
-import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
-from trainer.data.chat_template import ChatTemplate, Rendered, Template
-from trainer.data.conversations import conversation_of
-from trainer.data.documents import BadLines, Part, Piece, documents_in, read_documents, size_of, state_of
-from trainer.data.indexed import IndexedWriter, dtype_for
-from trainer.data.tokenizer import Tokenizer, digest_of, load_tokenizer
+from trainer.data.chat_template import Template
+from trainer.data.documents import (
+    BadLines,
+    Part,
+    Piece,
+    documents_in,
+    is_dataset,
+    is_packed,
+    size_of,
+    state_of,
+)
+from trainer.data.encode import reader_of
+from trainer.data.indexed import IndexedWriter
+from trainer.data.tokenizer import digest_of, load_tokenizer
 from trainer.errors import UserError
+from trainer.signals import ignore_stop_signals
 
 MANIFEST = "manifest.json"
 _PLAN = "plan.json"
+_LOCK = "prepare.lock"
+_KEYS = ("tokenizer", "sources", "text_field", "bad_lines", "skipped_lines", "skipped_examples", "shards")
 _ASKED = ("sources", "text_field", "bad_lines")  # by which a manifest tells that it is what is asked for
-_LEAST_PART_BYTES, _MOST_PART_BYTES, _PARTS = 4 << 20, 256 << 20, 256
-_BATCH_CHARACTERS = 1 << 20  # handed to the tokenizer at once
-_CONVERSATIONS = 256  # likewise
+_LEAST_SHARD_BYTES, _MOST_SHARD_BYTES, _SHARDS = 4 << 20, 256 << 20, 256
 
 
 @dataclass(frozen=True)
@@ -47,32 +57,6 @@ class Job:
     template: Template | None
 
 
-@dataclass(frozen=True)
-class Reader:
-    """read: the documents of a part. encode: each document as the pieces of its ids. dtype: that holds them."""
-
-    read: Callable[[Part, BadLines], Iterator[Piece]]
-    encode: Callable[[Iterator[Piece]], Iterator[list[np.ndarray]]]
-    dtype: np.dtype
-
-
-def reader_of(tokenizer: Tokenizer, text_field: str, template: Template | None) -> Reader:
-    """``template``: of conversations; None for text."""
-    if template is None:
-        read = functools.partial(read_documents, text_field=text_field)
-        return Reader(read, lambda documents: tokenize(documents, tokenizer), dtype_for(tokenizer.n_ids))
-    chat = ChatTemplate(template, tokenizer)
-
-    def convert(record) -> Rendered:
-        return chat.render(conversation_of(record))
-
-    def encode(conversations: Iterator[Piece]) -> Iterator[list[np.ndarray]]:
-        while some := [rendered for rendered, _ in itertools.islice(conversations, _CONVERSATIONS)]:
-            yield from ([ids] for ids in chat.encode(some))
-
-    return Reader(functools.partial(read_documents, convert=convert), encode, np.dtype(np.int32))  # with a sign
-
-
 def prepare(
     paths: Sequence[str],
     tokenizer: str,
@@ -82,30 +66,46 @@ def prepare(
     skip_bad_lines: bool = False,
     kind: str | None = None,
     template: Template | None = None,
+    wait: bool = False,
 ) -> dict:
     """Tokenize files into ``out``. Returns the manifest. Raises ``UserError``.
 
     ``kind``: as from ``documents_in`` (default: by each file's name). ``template``: of conversations, else text is read.
+    ``wait`` while another writes to ``out``: else refuse.
     """
-    loaded = load_tokenizer(tokenizer)
-    dtype = reader_of(loaded, text_field, template).dtype
-    parts = list(_parts(paths, kind))
+    shards = _shards(paths, kind)
     plan = {
         "format": 1,
         "sources": [{"path": path, "state": state_of(path)} for path in paths],
         "tokenizer": digest_of(tokenizer),
         "text_field": text_field,
         "bad_lines": "skip" if skip_bad_lines else "error",
-        "parts": [asdict(part) for part in parts],
+        "shards": [[asdict(part) for part in parts] for parts in shards],
     }
-    if manifest := _finished(out, plan):
-        return manifest
-    out.mkdir(parents=True, exist_ok=True)
+    if (out / MANIFEST).is_file():  # which nobody changes any more
+        return _finished(out, plan)
+    _check_out(out)
+    with _locked(out, wait):
+        return _finished(out, plan) or _make(out, plan, shards, tokenizer, n_workers, template)
+
+
+def _make(
+    out: Path, plan: dict, shards: list[list[Part]], tokenizer: str, n_workers: int, template: Template | None
+) -> dict:
+    """What is left to do in ``out``. Returns the manifest. Raises ``UserError``."""
+    loaded, paths = _tokenizer(tokenizer), [source["path"] for source in plan["sources"]]
+    dtype = reader_of(loaded, plan["text_field"], template).dtype
+    if not _begun(out):
+        for path in out.glob("[0-9]*.*"):  # halves that a kill left, of other files perhaps
+            path.unlink()
     _write_json(out / _PLAN, plan)
-    job = Job(str(out), tokenizer, text_field, skip_bad_lines, template)
-    left = [number for number in range(len(parts)) if not _report_file(out, number).is_file()]
-    _run(job, parts, left, n_workers)
-    reports = [json.loads(_report_file(out, number).read_text()) for number in range(len(parts))]
+    job = Job(str(out), tokenizer, plan["text_field"], plan["bad_lines"] == "skip", template)
+    left = [number for number in range(len(shards)) if not _report_file(out, number).is_file()]
+    _run(job, shards, left, n_workers)
+    for source in plan["sources"]:
+        if not is_dataset(source["path"]) and not _is_as_before(source["path"], source["state"]):
+            raise UserError(f"{source['path']} was changed while it was read: prepare it again, into a new folder")
+    reports = [json.loads(_report_file(out, number).read_text()) for number in range(len(shards))]
     n_tokens = sum(report["tokens"] for report in reports)
     if not n_tokens:
         raise UserError(f"no text in {', '.join(paths[:3])}{' ...' if len(paths) > 3 else ''}: every document is empty")
@@ -124,53 +124,72 @@ def prepare(
         "shards": [report["shard"] for report in reports if report["documents"]],
     }  # fmt: skip
     _write_json(out / MANIFEST, manifest)
-    for path in [out / _PLAN, *(_report_file(out, number) for number in range(len(parts)))]:
+    for path in [*(_report_file(out, number) for number in range(len(shards))), out / _PLAN]:
         path.unlink()
     return manifest
 
 
-def tokenize(documents: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[list[np.ndarray]]:
-    """Each document's token ids as pieces, BOS and EOS included: texts go to the tokenizer in batches."""
-    texts: list[str] = []
-    ends: list[bool] = []
-    bos, eos = (np.array(ids, dtype=np.int32) for ids in (tokenizer.bos_ids, [tokenizer.eos_id]))
-    bos = [bos] if len(bos) else []
-    document: list[np.ndarray] = [*bos]
-
-    def flush():
-        nonlocal document
-        for ids, is_last in zip(tokenizer.encode_batch(texts), ends):
-            document.append(ids)
-            if is_last:
-                yield [*document, eos]
-                document = [*bos]
-        texts.clear()
-        ends.clear()
-
-    n_characters = 0
-    for text, is_last in documents:
-        texts.append(text)
-        ends.append(is_last)
-        n_characters += len(text)
-        if n_characters >= _BATCH_CHARACTERS:
-            yield from flush()
-            n_characters = 0
-    yield from flush()
+@contextlib.contextmanager
+def _locked(out: Path, wait: bool) -> Iterator[None]:
+    """While no other process writes to ``out``. The file goes once there is a manifest, which who waited for it will find."""
+    with (out / _LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--out {out}: another prepare is writing there: wait for it, or name a new folder"
+            ) from None
+        yield
+        if (out / MANIFEST).is_file():
+            (out / _LOCK).unlink(missing_ok=True)
 
 
-def _parts(paths: Sequence[str], kind: str | None) -> Iterator[Part]:
-    """The same for any number of workers: a resumed preparation may have another."""
-    total = sum(size_of(path) for path in paths)
-    part_bytes = min(max(total // _PARTS, _LEAST_PART_BYTES), _MOST_PART_BYTES)
-    for path in paths:
+def _check_out(out: Path) -> None:
+    """Make the folder. Raise ``UserError`` if it is somebody else's: a preparation under way has its lock at least."""
+    out.mkdir(parents=True, exist_ok=True)
+    names = {path.name for path in out.iterdir()}
+    if names and names.isdisjoint((MANIFEST, _PLAN, _LOCK)) and not (out / MANIFEST).is_file():
+        raise UserError(f"--out {out} is not empty, and holds no prepared data: name a new folder")
+
+
+def check_shards(folder: Path, manifest: dict) -> None:
+    """Raise ``UserError`` for the first file of prepared data that is not what was written; reads them all."""
+    for shard in manifest["shards"]:
+        for suffix, key in ((".bin", "crc32"), (".idx", "index_crc32")):
+            path, crc32 = folder / f"{shard['name']}{suffix}", 0
+            try:
+                with path.open("rb") as file:
+                    while content := file.read(1 << 24):
+                        crc32 = zlib.crc32(content, crc32)
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read: {error}: prepare it again, into a new folder") from None
+            if crc32 != shard[key]:
+                raise UserError(
+                    f"{path} is not what was written (CRC-32 {crc32:#010x}, in {MANIFEST} {shard[key]:#010x}): prepare it again, into a new folder"
+                )
+
+
+def _shards(paths: Sequence[str], kind: str | None) -> list[list[Part]]:
+    """What each shard holds, the same for any number of workers: a resumed preparation may have another."""
+    sizes = {path: size_of(path) for path in paths}
+    total = sum(sizes.values())
+    shard_bytes = min(max(total // _SHARDS, _LEAST_SHARD_BYTES), _MOST_SHARD_BYTES)
+    shards, room = [], 0
+    for path, size in sizes.items():
         of_path = kind or documents_in(path)
-        if of_path == "jsonl" and not path.endswith((".gz", ".zst")):
-            size = size_of(path)
-            n_parts = max(1, round(size / part_bytes))
-            for part in range(n_parts):
-                yield Part(path, of_path, size * part // n_parts, size * (part + 1) // n_parts)
+        cut = of_path == "jsonl" and not is_packed(path)
+        n = max(1, round(size / shard_bytes)) if cut else 1
+        bounds = [size * number // n for number in range(n + 1)]
+        parts = (
+            [Part(path, of_path, *bounds[number : number + 2]) for number in range(n)] if cut else [Part(path, of_path)]
+        )
+        if 0 < size <= room:
+            shards[-1] += parts
+            room -= size
         else:
-            yield Part(path, of_path)
+            shards += [[part] for part in parts]
+            room = shard_bytes - size if size else 0  # a data set's is not known
+    return shards
 
 
 def _finished(out: Path, plan: dict) -> dict | None:
@@ -179,11 +198,11 @@ def _finished(out: Path, plan: dict) -> dict | None:
     if (out / MANIFEST).is_file():
         manifest = read_manifest(out)
         have = {key: manifest[key] for key in _ASKED} | {"digest": manifest["tokenizer"]["digest"]}
-    elif (out / _PLAN).is_file():
+    elif _begun(out):
         manifest = None
         have, asked = json.loads((out / _PLAN).read_text()), plan
-    elif out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out} is not empty, and holds no prepared data: name a new folder")
+        if plan["bad_lines"] == "skip":  # what is complete has met no bad line, whatever was asked for then
+            have["bad_lines"] = "skip"
     else:
         return None
     if have != asked:
@@ -193,53 +212,69 @@ def _finished(out: Path, plan: dict) -> dict | None:
     return manifest
 
 
+def _is_as_before(path: str, state: str) -> bool:
+    try:
+        return state_of(path) == state
+    except OSError:
+        return False
+
+
+def _begun(out: Path) -> bool:
+    """Whether a part of a preparation is complete."""
+    return (out / _PLAN).is_file() and any(out.glob("[0-9]*.json"))
+
+
 def read_manifest(folder: Path) -> dict:
     """Raises ``UserError`` if it is not one."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != 1:
             raise ValueError(f"format {manifest['format']}")
+        if missing := [key for key in _KEYS if key not in manifest]:
+            raise ValueError(f"no {', '.join(missing)}")
         return manifest
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / MANIFEST} is not the manifest of prepared data: {error}") from None
 
 
-def _run(job: Job, parts: list[Part], left: list[int], n_workers: int) -> None:
+def _run(job: Job, shards: list[list[Part]], left: list[int], n_workers: int) -> None:
     """Do what is left, the largest first, with a bar over the bytes of text."""
     global _progress
-    weights = {number: _n_bytes(parts[number]) for number in left}
+    weights = {number: _n_bytes(shards[number]) for number in left}
     left = sorted(left, key=lambda number: -weights[number])
     context = multiprocessing.get_context("spawn")  # a fork would take the tokenizer's threads' locks along
     _progress = context.Value("q", 0)
     with tqdm(total=sum(weights.values()), unit="B", unit_scale=True, desc="prepare", disable=None) as bar:
         if n_workers == 1:
             for number in left:
-                _do_part(job, number, parts[number])
+                _make_shard(job, number, shards[number])
                 bar.update(_progress.value - bar.n)
         elif left:
-            _run_pool(job, {number: parts[number] for number in left}, n_workers, context, bar)
+            _run_pool(job, {number: shards[number] for number in left}, n_workers, context, bar)
 
 
-def _run_pool(job: Job, parts: dict[int, Part], n_workers: int, context, bar: tqdm) -> None:
-    n_processes = min(n_workers, len(parts))
+def _run_pool(job: Job, shards: dict[int, list[Part]], n_workers: int, context, bar: tqdm) -> None:
+    n_processes = min(n_workers, len(shards))
     n_threads = n_workers // n_processes  # fewer files than cores: the rest of the cores within a file
     with _environment(TOKENIZERS_PARALLELISM=str(n_threads > 1).lower(), RAYON_NUM_THREADS=str(n_threads)):
         pool = concurrent.futures.ProcessPoolExecutor(n_processes, context, _begin_worker, (_progress,))
         waiting: set = set()
         try:
-            waiting |= {pool.submit(_do_part, job, number, part) for number, part in parts.items()}
+            waiting |= {pool.submit(_make_shard, job, number, parts) for number, parts in shards.items()}
             while waiting:
                 finished, waiting = concurrent.futures.wait(waiting, timeout=0.2, return_when="FIRST_COMPLETED")
                 bar.update(_progress.value - bar.n)
                 for future in finished:
                     future.result()
-        except concurrent.futures.process.BrokenProcessPool:
-            raise UserError(
-                "a worker was killed, for want of memory perhaps: the same command goes on; fewer --workers take less"
-            ) from None
-        finally:
+        except BaseException as error:
             for process in (pool._processes or {}).values():
-                process.terminate()  # after a fault what is left is not worth waiting for; else all have done
+                process.kill()  # what is left is not worth waiting for
+            if isinstance(error, concurrent.futures.process.BrokenProcessPool):
+                raise UserError(
+                    "a worker was killed, for want of memory perhaps: the same command goes on; fewer --workers take less"
+                ) from None
+            raise
+        finally:
             pool.shutdown(cancel_futures=True)
 
 
@@ -256,13 +291,13 @@ def _environment(**values: str):
 
 
 _progress = None  # shared: bytes of text that all workers have done
-_loaded: dict[Job, Reader] = {}
+_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # of this process
 
 
 def _begin_worker(progress) -> None:
     global _progress
     _progress = progress
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the parent ends its workers
+    ignore_stop_signals()  # Ctrl-C reaches all: the parent ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -271,17 +306,16 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _do_part(job: Job, number: int, part: Part) -> None:
-    """Write the shard of one part, and its report."""
-    if job not in _loaded:
-        _loaded[job] = reader_of(load_tokenizer(job.tokenizer), job.text_field, job.template)
-    reader = _loaded[job]
+def _make_shard(job: Job, number: int, parts: list[Part]) -> None:
+    """Write one shard, and its report."""
+    reader = reader_of(_tokenizer(job.tokenizer), job.text_field, job.template)
     bad = BadLines(skip=job.skip_bad_lines)
     out = Path(job.out)
     writer = IndexedWriter(out / f"{number:06d}", reader.dtype)
     try:
-        for pieces in reader.encode(_counted(reader.read(part, bad), _n_bytes(part))):
-            writer.add(pieces)
+        documents = itertools.chain.from_iterable(reader.read(part, bad) for part in parts)
+        for pieces, is_last in reader.encode(_counted(documents, _n_bytes(parts))):
+            writer.add(pieces, is_last)
         n_documents = len(writer.lengths)
         if n_documents:
             writer.finish()
@@ -289,7 +323,7 @@ def _do_part(job: Job, number: int, part: Part) -> None:
         writer.discard()
     shard = {
         "name": writer.prefix.name, "documents": n_documents, "tokens": writer.n_tokens,
-        "crc32": writer.crc32, "index_crc32": writer.index_crc32, "source": part.path,
+        "crc32": writer.crc32, "index_crc32": writer.index_crc32, "sources": list(dict.fromkeys(part.path for part in parts)),
     }  # fmt: skip
     report = {
         "shard": shard, "documents": n_documents, "tokens": writer.n_tokens,
@@ -316,8 +350,8 @@ def _say(n_bytes: int) -> int:
     return n_bytes
 
 
-def _n_bytes(part: Part) -> int:
-    return size_of(part.path) if part.last is None else part.last - part.first
+def _n_bytes(parts: list[Part]) -> int:
+    return sum(size_of(part.path) if part.last is None else part.last - part.first for part in parts)
 
 
 def _report_file(out: Path, number: int) -> Path:

@@ -24,6 +24,8 @@ def expand_remote(pattern: str) -> list[str]:
     """The URLs that a pattern matches, sorted; the name of one file matches itself."""
     system, name = _locate(pattern)
     try:
+        if system.isfile(name):  # whatever stands in its name
+            return [pattern]
         return sorted(system.unstrip_protocol(found) for found in system.glob(name))
     except Exception as error:
         raise UserError(f"{pattern}: cannot be listed: {error}") from None
@@ -44,7 +46,10 @@ def remote_size(path: str) -> int:
 
 def is_remote_folder(path: str) -> bool:
     system, name = _locate(path)
-    return system.isdir(name)
+    try:
+        return system.isdir(name)
+    except Exception as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
 
 
 def fetch(paths: list[str], cache: Path) -> list[Path]:

@@ -73,7 +73,8 @@ class Samples(Dataset):
 def load_samples(config: Config, vocab_size: int) -> Samples:
     """The training data of a config. Raises ``UserError`` for what the user can mend."""
     rows, warnings = _load(places_of(config), config, vocab_size)
-    mixture = mixture_of(config.data, config.training.global_batch_size)
+    n_rows = {name: len(of_source) for name, of_source in rows.items()}
+    mixture = mixture_of(config.data, config.training.global_batch_size, n_rows)
     return Samples(rows, mixture, config.data.seed, config.data.shuffle, warnings)
 
 

@@ -4,7 +4,6 @@ Token files are memory-mapped as they are. Text is tokenized: up to 8 MiB of it 
 shards in a cache folder that every later start and every other rank maps. Loads no torch.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -28,8 +27,9 @@ from trainer.data.documents import (
     size_of,
     state_of,
 )
+from trainer.data.encode import Reader, reader_of
 from trainer.data.indexed import IndexedTokens
-from trainer.data.prepare import MANIFEST, Reader, prepare, read_manifest, reader_of
+from trainer.data.prepare import MANIFEST, prepare, read_manifest
 from trainer.data.remote import expand_remote, fetch, is_remote, is_remote_folder
 from trainer.data.stream import BareTokens, MemoryTokens, Piece, TokenStream
 from trainer.data.tokenizer import Tokenizer, digest_of
@@ -107,12 +107,20 @@ def kind_of(place: Place) -> str:
         return "prepared"
     if path.endswith(".idx") or (Path(f"{path}.idx").is_file() and not Path(path).exists()):
         return "megatron"  # which names the pair by what both have in common
-    file = expand(path, place.key)[0]
-    if not file.endswith(".bin"):
+    kinds = {_kind_of_file(file): file for file in expand(path, place.key)}
+    if len(kinds) > 1 and not kinds.keys().isdisjoint(("megatron", "nanogpt")):
+        found = " and ".join(f"{file} ({kind})" for kind, file in kinds.items())
+        raise UserError(
+            f"{place.key} = {path!r} stands for files of more than one kind, {found}: make each a source, or name one kind"
+        )
+    return next(iter(kinds))
+
+
+def _kind_of_file(file: str) -> str:
+    if not file.endswith((".bin", ".idx")):
         return documents_in(file)
     index = _index_of(file)
-    has_index = bool(expand_remote(index)) if is_remote(file) else Path(index).is_file()
-    return "megatron" if has_index else "nanogpt"
+    return "megatron" if (bool(expand_remote(index)) if is_remote(file) else Path(index).is_file()) else "nanogpt"
 
 
 def holds_chat(place: Place) -> bool:
@@ -273,12 +281,13 @@ def _tokenized(place: Place, kind: str, tokenizer_name: str, tokenizer: Tokenize
 
 
 def _in_memory(path: str, kind: str, bad: BadLines, reader: Reader) -> MemoryTokens:
-    pieces, lengths = [], []
-    for document in reader.encode(reader.read(Part(path, kind), bad)):
-        pieces += [piece.astype(reader.dtype) for piece in document]
-        lengths.append(sum(map(len, document)))
-    tokens = np.concatenate(pieces) if pieces else np.zeros(0, reader.dtype)
-    return MemoryTokens(tokens, np.cumsum([0, *lengths])[:-1], path)
+    pieces, ends, n_tokens = [np.zeros(0, reader.dtype)], [0], 0
+    for of_document, is_last in reader.encode(reader.read(Part(path, kind), bad)):
+        pieces += [piece.astype(reader.dtype) for piece in of_document]
+        n_tokens += sum(map(len, of_document))
+        if is_last:
+            ends.append(n_tokens)
+    return MemoryTokens(np.concatenate(pieces), np.array(ends[:-1]), path)
 
 
 def _cached(
@@ -295,11 +304,10 @@ def _cached(
     ]
     folder = cache_folder(place) / f"tokens-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            n_workers = len(os.sched_getaffinity(0))
-            prepare(paths, tokenizer_name, folder, n_workers, place.text_field, place.skip_bad_lines, kind, template)
+        n_workers = len(os.sched_getaffinity(0))
+        prepare(
+            paths, tokenizer_name, folder, n_workers, place.text_field, place.skip_bad_lines, kind, template, wait=True
+        )
     except OSError as error:
         raise UserError(f"the tokens of {place.key} cannot be kept in {folder}: {error}: set data.cache_dir") from None
     return _prepared(folder, tokenizer_name, place.key)

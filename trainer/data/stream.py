@@ -8,16 +8,17 @@ import bisect
 import functools
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from trainer.data.indexed import windows_of
 from trainer.errors import UserError
 
-_SAMPLED = 1 << 20  # tokens that the identity of a long stream looks at
-_WINDOW = 1 << 10
+_AT_ONCE = 1 << 20  # tokens
+_HEADER_IDS, _HEADER_MAGIC = 512, 20240520  # llm.c and modded-nanogpt put 256 int32 before the ids
 
 
 class Piece(Protocol):
@@ -56,6 +57,15 @@ class BareTokens:
         if n_bytes == 0 or n_bytes % self.dtype.itemsize:
             raise UserError(f"{path}: {n_bytes:,} bytes are not a row of {self.dtype} token ids")
         self.tokens = np.asarray(np.memmap(path, self.dtype, "r"))
+        if len(self.tokens) > _HEADER_IDS and self.tokens[:2].view("<i4")[0] == _HEADER_MAGIC:
+            if (version := self.tokens[2:4].view("<i4")[0]) != 1:
+                raise UserError(f"{path}: its header says version {version}; version 1, of uint16 ids, is read")
+            self.tokens = self.tokens[_HEADER_IDS:]
+        head = self.tokens[:4096]
+        if len(head) >= 64 and head[1::2].max() < 4 <= head[::2].max():
+            raise UserError(
+                f"{path}: every second id is near 0: these are ids of 32 bits or more, and {self.dtype} is read"
+            )
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
@@ -103,7 +113,7 @@ class TokenStream:
     def read(self, first: int, last: int) -> np.ndarray:
         """Tokens ``first`` ... ``last - 1`` as they are stored: int64."""
         parts = [piece.tokens[a:b] for piece, a, b, _ in self._cut(first, last)]
-        return parts[0].astype(np.int64) if len(parts) == 1 else np.concatenate(parts).astype(np.int64)
+        return parts[0].astype(np.int64) if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
 
     def starts_in(self, first: int, last: int) -> np.ndarray:
         """The tokens from ``first`` to ``last - 1`` with which a document begins: int64, in order."""
@@ -149,20 +159,18 @@ class TokenStream:
 
     def check_sample(self) -> None:
         """Raise ``UserError`` for an id that is out of range, as far as ``identity`` looks."""
-        for window in self._sample():
-            self.check(_ids(window) if self.masked else window)
+        if not all(self.fits(_ids(window) if self.masked else window) for window in self._sample()):
+            self.check_all()
 
-    def check(self, ids) -> None:
-        """Raise ``UserError`` if some of these ids of the stream (an array or a tensor) are out of range."""
-        if 0 in ids.shape or 0 <= ids.min() <= ids.max() < self.n_ids:
-            return
-        self.check_all()
+    def fits(self, ids) -> bool:
+        """Whether all of these ids (an array or a tensor) are in range."""
+        return 0 in ids.shape or bool(0 <= ids.min() <= ids.max() < self.n_ids)
 
     def check_all(self) -> None:
         """Raise ``UserError`` for the first id that is out of range."""
         for piece in self.pieces:
-            for first in range(0, len(piece.tokens), _SAMPLED):
-                window = piece.tokens[first : first + _SAMPLED]
+            for first in range(0, len(piece.tokens), _AT_ONCE):
+                window = piece.tokens[first : first + _AT_ONCE]
                 window = _ids(window) if self.masked else window
                 bad = np.flatnonzero((window < 0) | (window >= self.n_ids))
                 if len(bad):
@@ -180,14 +188,9 @@ class TokenStream:
             yield piece, first - offset, min(last - offset, len(piece.tokens)), offset
             first, number = self._ends[number], number + 1
 
-    def _sample(self):
-        if len(self) <= _SAMPLED:
-            yield self.read(0, len(self)) if len(self) else np.zeros(0, np.int64)
-            return
-        n_windows = _SAMPLED // _WINDOW
-        for number in range(n_windows):
-            first = (len(self) - _WINDOW) * number // (n_windows - 1)
-            yield self.read(first, first + _WINDOW)
+    def _sample(self) -> Iterator[np.ndarray]:
+        for window in windows_of(len(self)):
+            yield self.read(window.start, window.stop)
 
 
 def _ids(stored: np.ndarray) -> np.ndarray:
