@@ -38,7 +38,7 @@ from trainer.loss import TokenLoss
 from trainer.optimizer import build_optimizer
 from trainer.rank import on_main_rank
 from trainer.step import InTurn, TrainStep
-from trainer.tuning import group_of, is_frozen, is_lora, lora_scale, matches, tuning_problems
+from trainer.tuning import glob_problems, group_of, is_frozen, is_lora, lora_scale, matches
 
 
 def compute_dtype(config: Config, device_type: str) -> str:
@@ -159,7 +159,7 @@ def check_tuning(config: Config, architecture: DecoderConfig) -> list[str]:
     """What is wrong with the config's globs over parameters and projections, held against the whole model."""
     whole, trained = meta_model(config, architecture), trained_names(config, architecture)
     frozen = [name for name, parameter in whole.named_parameters() if not parameter.requires_grad]
-    return list(tuning_problems(config, trained, frozen, adaptable(whole)))
+    return list(glob_problems(config, trained, frozen, adaptable(whole)))
 
 
 def defers_projection(config: Config) -> bool:

@@ -25,12 +25,12 @@ from trainer.checkpoint_folder import (
     read_state,
 )
 from trainer.config import Config, Model, Parallel
-from trainer.config_training import Lora
 from trainer.data.mixture import pattern_of, weights_by_step
 from trainer.errors import UserError
 from trainer.hf_directory import read_architecture
 from trainer.layout_rules import Choice, layout_problems
-from trainer.tuning import is_lora, matches
+from trainer.tuning import is_lora
+from trainer.tuning_rules import check_first_stage, tuning_problems
 
 _LARGEST_BETA = 1 - 2**-8  # of moments in bfloat16, which has 8 bits
 _NOT_ARCHITECTURE = {"family", "size", "hf_path"}
@@ -113,7 +113,7 @@ def resolve_config(config: Config, world_size: int, start_with: str = "--nproc {
     problems += _start_problems(config)
     problems += _compile_problems(config)
     tunes = bool(config.training.freeze) or is_lora(config)
-    problems += _tuning_problems(config, architecture)
+    problems += tuning_problems(config, architecture)
     schedule = attempt(schedule_for, config.parallel)
     if layout is not None and schedule is not None:
         problems += [problem for _, problem in layout_problems(Choice(config, architecture, layout, schedule))]
@@ -122,7 +122,7 @@ def resolve_config(config: Config, world_size: int, start_with: str = "--nproc {
     layers_per_stage = layers_per_stage_of(Choice(config, architecture, layout, schedule))
     stage_ranks = schedule.stage_ranks(layout.pp, len(layers_per_stage)) if layout.pp > 1 else (0,)
     if tunes and layout.pp > 1 and schedule.splits_backward:
-        _check_first_stage(config, architecture, layers_per_stage[0])
+        check_first_stage(config, architecture, layers_per_stage[0])
     return Resolved(config, architecture, layout, layers_per_stage, stage_ranks)
 
 
@@ -331,38 +331,6 @@ def _compile_problems(config: Config) -> Iterator[str]:
         yield (
             f"compile.memory_budget = {section.memory_budget:g} and activation_checkpoint.mode = "
             f'"{config.activation_checkpoint.mode}" both say what to compute again: keep one'
-        )
-
-
-def _tuning_problems(config: Config, architecture: DecoderConfig | None) -> Iterator[str]:
-    training, lora = config.training, config.lora
-    if training.method != "lora" and lora != Lora():
-        yield f'[lora] is set, but training.method = "{training.method}": use "lora", or leave the table out'
-    if training.method == "lora" and config.float8.recipe != "none":
-        yield (
-            f'float8.recipe = "{config.float8.recipe}" with training.method = "lora": torchao\'s projections have no place for adapters; '
-            'use float8.recipe = "none"'
-        )
-    if lora.dropout:
-        yield (
-            f"lora.dropout = {lora.dropout}: ranks would draw masks of their own, so that the run depended on its layout; use 0 "
-            "(weight_decay or a smaller rank regularise as well)"
-        )
-    if architecture is not None and (training.freeze or config.optimizer.groups or training.method == "lora"):
-        from trainer.build import check_tuning  # loads torch
-
-        yield from check_tuning(config, architecture)
-
-
-def _check_first_stage(config: Config, architecture: DecoderConfig, n_layers: int) -> None:
-    """Torch's split backward of a stage starts from the gradient of its input, and finds no weights where there is none."""
-    from trainer.build import trained_names
-
-    own = {"tok_embeddings", *(f"layers.{layer}" for layer in range(n_layers))}
-    if not any(matches(name, own) for name in trained_names(config, architecture)):
-        raise UserError(
-            f"parallel.schedule = {config.parallel.schedule} splits the backward, which torch cannot do behind a first stage with nothing "
-            f"to train (the embedding and {n_layers} layer(s) are frozen): use 1F1B, GPipe or Interleaved1F1B, or train something there"
         )
 
 

@@ -40,7 +40,7 @@ def group_of(config: Config, name: str) -> OptimizerGroup | None:
     return next((group for group in config.optimizer.groups if matches(name, group.match)), None)
 
 
-def tuning_problems(
+def glob_problems(
     config: Config, trained: Sequence[str], frozen: Sequence[str], adaptable: Sequence[str]
 ) -> Iterator[str]:
     """What is wrong with the globs. ``trained``, ``frozen``: the parameters of the whole model, adapters included."""
