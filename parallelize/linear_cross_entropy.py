@@ -69,22 +69,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, ignored, piece, mesh, first_id):
         hidden_gradient = torch.empty_like(hidden)
-        # Pieces add up in fp32, as one matmul over all tokens would.
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+        # Pieces add up in fp32, as one matmul over all tokens would. A frozen weight has none.
+        trains = ctx.needs_input_grad[1]
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if trains else None
         losses = []
         for tokens, labels_of_piece, out in zip(hidden.split(piece), labels.split(piece), hidden_gradient.split(piece)):
             now = _Piece(tokens, weight, labels_of_piece, ignored, mesh, first_id)
             losses.append(now.loss())
             gradient = now.gradient_of_logits()
             torch.mm(gradient, weight, out=out)
+            if not trains:
+                continue
             if weight.dtype == torch.float32:
                 weight_gradient.addmm_(gradient.T, tokens)
             else:
                 weight_gradient += gradient.T @ tokens
-        ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype))
+        ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype) if trains else None)
         return torch.stack(losses).sum()
 
     @staticmethod
     def backward(ctx, scale):
         hidden_gradient, weight_gradient = ctx.saved_tensors
-        return hidden_gradient * scale, weight_gradient * scale, *(None,) * 5
+        of_weight = None if weight_gradient is None else weight_gradient * scale
+        return hidden_gradient * scale, of_weight, *(None,) * 5

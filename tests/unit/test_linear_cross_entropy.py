@@ -32,6 +32,15 @@ def test_it_is_the_cross_entropy_of_all_logits_in_any_pieces(piece):
         assert linear_cross_entropy(hidden, weight, labels, IGNORED, piece) / 38 == loss
 
 
+def test_a_frozen_weight_has_no_gradient_and_none_is_computed():
+    hidden, weight, labels = inputs()
+    (want,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, IGNORED, 8), hidden)
+    loss = linear_cross_entropy(hidden, weight.detach(), labels, IGNORED, 8)
+    assert [None if tensor is None else tensor.shape for tensor in loss.grad_fn.saved_tensors] == [hidden.shape, None]
+    (got,) = torch.autograd.grad(loss, hidden)
+    assert torch.equal(got, want)
+
+
 def test_without_a_label_that_counts_all_is_zero():
     hidden, weight, labels = inputs()
     loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, IGNORED), IGNORED, 8)
