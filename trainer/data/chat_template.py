@@ -22,6 +22,7 @@ from trainer.errors import UserError
 _HIDDEN = 0xF0000  # the first of a plane for private use
 _BEGIN, _END = "\U000ffffc", "\U000ffffd"  # its last two: around what a template marks as generated
 _PRIVATE = re.compile(f"[{chr(_HIDDEN)}-{_END}]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -167,14 +168,26 @@ class ChatTemplate:
                     f"of {what}: what is learnt cannot be told; mark it with {{% generation %}} in a template of your own "
                     "(data.chat_template)"
                 )
-        ends = [match for match in self._special.finditer(turn, len(prompt))]
-        end = ends and whole.find(ends[-1][0], len(prompt))
-        if not ends or end < 0:
+        end = self._end_in(whole, turn, len(prompt))
+        if end is None:
             raise ValueError(
-                f"the chat template {self.template.path} ends message {number} with no special token: the model could not "
-                "learn to stop; use one that does (data.chat_template)"
+                f"the chat template {self.template.path} ends message {number} with no special token that stands there in the whole "
+                "conversation too: the model could not learn to stop; use one that does (data.chat_template)"
             )
-        return len(prompt), end + len(ends[-1][0])
+        return len(prompt), end
+
+    def _end_in(self, whole: str, turn: str, first: int) -> int | None:
+        """Where in ``whole`` the answer that begins at ``first`` ends. ``turn``: the same, ended behind that answer.
+
+        A template may put a token behind the last message alone (as Phi's does), or leave thoughts out of an answer that is
+        not the last: what is learnt of ``whole`` must be an end of what ``turn`` says up to the same token.
+        """
+        ends = [match for match in self._special.finditer(turn, first)]
+        for last in reversed(ends):
+            for match in self._special.finditer(whole, first, len(turn)):
+                if match[0] == last[0] and turn[first : last.end()].endswith(whole[first : match.end()].lstrip()):
+                    return match.end()
+        return None
 
     def _render(self, messages: list[dict], tools, ask: bool = False) -> tuple[str, list[tuple[int, int]]]:
         """The text, and what of it the template marks. ask: the model to speak next."""
@@ -191,6 +204,8 @@ class ChatTemplate:
         if isinstance(value, str):
             if found := _PRIVATE.search(value):
                 raise ValueError(f"the character U+{ord(found[0]):X}, which is for private use")
+            if found := _SURROGATE.search(value):  # JSON can spell half a UTF-16 pair
+                raise ValueError(f"a lone surrogate, U+{ord(found[0]):X}, which is not a character")
             return self._special.sub(lambda match: self._hidden[match[0]], value)
         if isinstance(value, list):
             return [self._hide(entry) for entry in value]

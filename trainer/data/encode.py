@@ -34,7 +34,10 @@ def reader_of(tokenizer: Tokenizer, text_field: str, template: Template | None) 
     chat = ChatTemplate(template, tokenizer)
 
     def convert(record) -> Rendered:
-        return chat.render(conversation_of(record))
+        try:
+            return chat.render(conversation_of(record))
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
 
     def encode(conversations: Iterator[Piece]) -> Iterator[tuple[list[np.ndarray], bool]]:
         while some := [rendered for rendered, _ in itertools.islice(conversations, _CONVERSATIONS)]:
