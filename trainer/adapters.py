@@ -58,7 +58,10 @@ def with_weights_of(config: Config, checkpoint: str) -> Config:
         update={
             "job": config.job.model_copy(update={"seed": saved["job"]["seed"]}),
             "model": model,
-            "training": config.training.model_copy(update={"method": "lora", "freeze": ()}),
+            # What was frozen of the adapters is in no checkpoint.
+            "training": config.training.model_copy(
+                update={"method": "lora", "freeze": tuple(saved["training"]["freeze"])}
+            ),
             "lora": Lora.model_validate_json(json.dumps(saved["lora"])),
             "checkpoint": config.checkpoint.model_copy(update={"init_from": init_from, "resume": checkpoint}),
         }

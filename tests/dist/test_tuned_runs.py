@@ -12,6 +12,7 @@ from tests.dist.test_hugging_face import config_of
 from tests.hugging import make_model
 from tests.tiny import tiny_config
 from trainer.adapters import with_weights_of
+from trainer.build import trained_names
 from trainer.checkpoint_files import stored_tensors
 from trainer.checkpoint_folder import read_state
 from trainer.config_load import load_config
@@ -130,3 +131,12 @@ def test_the_base_of_adapters_must_be_the_same(ranks, tmp_path):
             call()
     again = with_weights_of(load_config(None), str(step))
     assert again.training.method == "lora" and again.lora == config.lora and again.checkpoint.resume == str(step)
+
+
+def test_frozen_adapters_are_in_no_checkpoint_and_asked_of_none(ranks, tmp_path, chat):
+    keys = chat | dict(training__method="lora", training__freeze=["layers.0"], model__vocab_size=258, training__steps=2)
+    ranks(1, run_training, run_config(tmp_path, **keys))
+    step = next((tmp_path / "run/checkpoints").glob("step-*2"))
+    again = with_weights_of(load_config(None), str(step))
+    wanted = trained_names(again, resolve_config(again, 1).architecture)
+    assert sorted(wanted) == sorted(key.removeprefix("model.") for key in stored_tensors(step) if key.startswith("model."))
