@@ -109,7 +109,8 @@ class Checkpointer:
             raise UserError(*damage)
         state = read_state(folder)
         self.origin, adapts = state["origin"], holds_adapters(state)
-        named = {name: parameter for name, parameter in self.named.items() if is_adapter(name) == adapts}
+        others = {name: parameter for name, parameter in self.named.items() if not is_adapter(name)}
+        named = self.saved if adapts else others
         tensors = self._weights(named)
         stored = on_main_rank(stored_tensors, folder)
         self._check_keys(folder, tensors, {n: t for n, t in stored.items() if n.startswith("model.")}, any_dtype=True)

@@ -31,6 +31,8 @@ def merged_reader(checkpoint: Path, state: dict, architecture: DecoderConfig) ->
     check_base(checkpoint, state, base_of(config, manifest_of))
     adapters, scale = adapters_in(checkpoint), lora_scale(config.lora)
     base = None if config.checkpoint.init_from else initial_values(config, architecture)
+    precision = state["config"]["precision"]
+    kept = getattr(torch, precision["frozen"] or precision["param"])  # the adapters learnt beside values so rounded
 
     def read(names: list[str], shapes: dict) -> dict[str, torch.Tensor]:
         tensors = {name: torch.empty(shapes[name]) for name in names}
@@ -45,6 +47,7 @@ def merged_reader(checkpoint: Path, state: dict, architecture: DecoderConfig) ->
             shape = tuple(shapes[name])
             if base is not None:
                 tensors[name].copy_(base(name, shape, (0,) * len(shape), shape))
+            tensors[name] = tensors[name].to(kept).float()
             if name.endswith(".weight") and f"model.{module}.lora_a" in parts:
                 tensors[name] += scale * (parts[f"model.{module}.lora_b"] @ parts[f"model.{module}.lora_a"])
         return tensors

@@ -83,9 +83,9 @@ def _continue(resolved: Resolved, device: torch.device, prompt: list[int], n_tok
     for folder in weights_of(config):
         if damage := damage_in(folder):
             raise UserError(*damage)
-        adapts = holds_adapters(read_state(folder))
-        named = {name: p.detach() for name, p in model.named.items() if is_adapter(name) == adapts}
-        read_tensors(folder, {f"model.{name}": local_tensor(tensor) for name, tensor in named.items()})
+        others = {name: p for name, p in model.named.items() if not is_adapter(name)}
+        named = model.trained if holds_adapters(read_state(folder)) else others
+        read_tensors(folder, {f"model.{name}": local_tensor(p.detach()) for name, p in named.items()})
     model.parts[0].output.defers = False  # logits are what is wanted here
     ids = list(prompt)
     with torch.no_grad():

@@ -2,10 +2,13 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.dist.runs import StopAt, records, run_config, run_training
 from tests.dist.test_hugging_face import config_of
@@ -140,3 +143,20 @@ def test_frozen_adapters_are_in_no_checkpoint_and_asked_of_none(ranks, tmp_path,
     again = with_weights_of(load_config(None), str(step))
     wanted = trained_names(again, resolve_config(again, 1).architecture)
     assert sorted(wanted) == sorted(key.removeprefix("model.") for key in stored_tensors(step) if key.startswith("model."))
+    for command in (["sample", "--prompt", "a"], ["evaluate", "--batches", "1"]):
+        done = subprocess.run([sys.executable, "-m", "trainer", *command, "--checkpoint", str(step)], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+
+
+def test_adapters_are_merged_with_the_base_as_the_run_kept_it(ranks, tmp_path, chat):
+    keys = chat | dict(training__method="lora", precision__frozen="bfloat16", model__vocab_size=258, training__steps=2)
+    (run,) = ranks(1, run_training, run_config(tmp_path, **keys))
+    step = next((tmp_path / "run/checkpoints").glob("step-*2"))
+    export(step, tmp_path / "merged", "float32", merge=True)
+    merged, weights = load_file(tmp_path / "merged/model.safetensors"), run["weights"]
+    for theirs, name in (("embed_tokens", "tok_embeddings"), ("layers.0.self_attn.q_proj", "layers.0.attention.wq")):
+        want = torch.from_numpy(weights[f"{name}.weight"]).float()
+        if f"{name}.lora_a" in weights:
+            scale = 2.0  # alpha 32 / rank 16
+            want = want + scale * torch.from_numpy(weights[f"{name}.lora_b"]) @ torch.from_numpy(weights[f"{name}.lora_a"])
+        torch.testing.assert_close(merged[f"model.{theirs}.weight"], want, rtol=1e-6, atol=1e-8)
