@@ -8,6 +8,7 @@ import sys
 from trainer.config import Config
 from trainer.config_load import key_help, key_page, load_config, split_overrides
 from trainer.errors import EXIT_BAD_INPUT, UserError
+from trainer.explain import say_explained
 from trainer.runs import STATES_HELP
 from trainer.signals import StopRequest
 
@@ -319,6 +320,9 @@ def main() -> int:
         if int(os.environ.get("RANK", "0")) == 0:
             print(error.message(), file=sys.stderr)
         return EXIT_BAD_INPUT
+    except Exception as error:
+        say_explained(error)
+        raise
 
 
 if __name__ == "__main__":

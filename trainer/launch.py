@@ -19,6 +19,7 @@ from trainer.config import Config
 from trainer.config_load import key_help, load_config, split_overrides
 from trainer.config_rules import layout_needs, resolve_config
 from trainer.errors import EXIT_BAD_INPUT, UserError
+from trainer.explain import say_explained
 from trainer.signals import StopRequest, ignore_stop_signals
 from trainer.torchrun import run_ranks
 
@@ -62,7 +63,11 @@ def main(arguments: list[str] | None = None) -> int:
 
         return train.main(config, stop)
     command = ["-m", "trainer", "train", "--config", options.config]
-    return run_ranks(nproc, command + [override.shown for override in overrides], rendezvous, stop)
+    try:
+        return run_ranks(nproc, command + [override.shown for override in overrides], rendezvous, stop)
+    except Exception as error:
+        say_explained(error)
+        raise
 
 
 def count_processes(config: Config, nproc: int | None, n_nodes: int) -> int:
