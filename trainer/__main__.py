@@ -3,11 +3,15 @@
 import argparse
 import json
 import os
+import signal
 import sys
+
+if __name__ == "__main__":  # while all is loaded Ctrl-C ends this process without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from trainer.config import Config
 from trainer.config_load import key_help, key_page, load_config, split_overrides
-from trainer.errors import EXIT_BAD_INPUT, UserError
+from trainer.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, UserError
 from trainer.explain import say_explained
 from trainer.runs import STATES_HELP
 from trainer.signals import StopRequest
@@ -98,6 +102,12 @@ def runs(options, overrides) -> int:
     from trainer import runs
 
     return runs.main(options)
+
+
+def doctor(options, overrides) -> int:
+    from trainer import doctor
+
+    return doctor.main(options, overrides)
 
 
 def schema(options, overrides) -> int:
@@ -284,6 +294,16 @@ COMMANDS = {
         },
         False,
     ),
+    "doctor": (
+        doctor,
+        "look whether this machine is fit to train, and with a config, whether that can run here",
+        {
+            "--nproc": _NPROC | {"help": "ranks to measure with (default: its GPUs, else 2)"},
+            "--quick": {"action": "store_true", "help": "leave out what takes seconds: matmuls and the all-reduce"},
+            "--json": _JSON,
+        },
+        True,
+    ),
     "schema": (
         schema,
         "print the JSON schema of the configuration, for editors",
@@ -312,6 +332,8 @@ def main() -> int:
                 "--config", metavar="C", help="a TOML file, or a name from train_configs/ (default: all defaults)"
             )
             command.epilog = "Any configuration key can be set as --section.key=value:\n" + key_help()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         rest, overrides = split_overrides(sys.argv[1:])
         options = parser.parse_args(rest)
@@ -320,6 +342,9 @@ def main() -> int:
         if int(os.environ.get("RANK", "0")) == 0:
             print(error.message(), file=sys.stderr)
         return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except Exception as error:
         say_explained(error)
         raise

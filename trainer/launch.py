@@ -106,8 +106,8 @@ def check_start(config: Config, nproc: int | None, n_nodes: int) -> int:
         raise
     from trainer.hardware import check_memory
 
-    gpu_bytes = _gpu_bytes() if n_gpus else None
-    check_memory(resolved.architecture.n_params, config.precision, resolved.layout, nproc, gpu_bytes)
+    least_bytes = gpu_bytes() if n_gpus else None
+    check_memory(resolved.architecture.n_params, config.precision, resolved.layout, nproc, least_bytes)
     return _check_surroundings(config, nproc, n_nodes)
 
 
@@ -169,7 +169,8 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _gpu_bytes() -> int:
+def gpu_bytes() -> int:
+    """Memory of the smallest GPU of this machine."""
     import torch
 
     return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
