@@ -91,10 +91,8 @@ def main(options: argparse.Namespace, overrides: list[Override]) -> int:
     data = ask("data", 'Data: a file, a pattern or a folder; or "bundled"', "bundled", read_data)
     print(f"  {data.text}")
     tokenizer = _ask_tokenizer(ask, model)
-    method = "pretrain"
-    if len(methods()) > 1 or options.method is not None:
-        proposed = "pretrain" if not data.is_chat else "sft"
-        method = ask("method", f"Method: {', '.join(methods())}", proposed, lambda text: read_method(text, data))
+    proposed = "sft" if data.is_chat else "pretrain"
+    method = ask("method", f"Method: {', '.join(methods())}", proposed, lambda text: read_method(text, data))
     goal = ask("goal", 'Goal: so many steps or tokens, such as "1000 steps" or "20B tokens"', "100 steps", read_goal)
     while True:
         hardware = ask("hardware", 'Hardware: "here", or NODES x GPUS KIND such as "4x8 h100"', "here", read_hardware)

@@ -14,6 +14,7 @@ from models import FAMILIES
 from models.decoder_config import DecoderConfig
 from parallelize.planner.hardware import Cluster, cluster_of
 from trainer.config_load import CONFIG_DIR, key_schemas
+from trainer.data.conversations import form_of
 from trainer.data.documents import expand, size_of
 from trainer.data.remote import is_remote
 from trainer.data.sources import Place, check_place, kind_of
@@ -22,7 +23,6 @@ from trainer.hardware import GIB, machine_memory_bytes
 from trainer.hf_directory import read_architecture
 from trainer.launch import count_gpus
 
-_CHAT = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 _WORDS = {
     "text": "plain text", "jsonl": "JSON lines", "parquet": "parquet", "prepared": "prepared shards of tokens",
     "megatron": "Megatron's indexed tokens", "nanogpt": "nanoGPT's tokens", "hf": "a Hugging Face data set",
@@ -129,12 +129,10 @@ def read_data(text: str) -> DataAnswer:
             shown += "; this much is best tokenized once, on all cores: python -m trainer prepare --help"
         if kind != "text" and (fields := _first_record(files[0], kind)):
             shown += f"; its fields: {', '.join(fields)}"
-            is_chat = any(needed <= fields.keys() for needed in _CHAT)
+            is_chat = form_of(fields) is not None
             if not is_chat and "text" not in fields:
                 keys["data.text_field"] = _longest_text(fields, path)
                 shown += f"; the text is read from {keys['data.text_field']!r}"
-    if is_chat and "training.method" not in key_schemas():
-        raise UserError(f"{text} holds conversations, which no method here can train on: give text")
     return DataAnswer(keys, shown + ("; conversations" if is_chat else ""), is_chat)
 
 
@@ -167,7 +165,7 @@ def _longest_text(fields: dict, path: str) -> str:
 
 def methods() -> list[str]:
     """What training.method takes."""
-    return key_schemas().get("training.method", {}).get("enum", ["pretrain"])
+    return key_schemas()["training.method"]["enum"]
 
 
 def read_method(text: str, data: DataAnswer) -> str:

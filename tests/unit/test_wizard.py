@@ -35,6 +35,8 @@ def test_data_is_looked_at(tmp_path):
         found.keys == {"data.path": str(tmp_path / "a.jsonl"), "data.text_field": "body"} and "id, body" in found.text
     )
     assert "1 file of plain text" in read_data(str(tmp_path / "b.txt")).text
+    chat = read_data("assets/novel_questions.jsonl")
+    assert chat.is_chat and "conversations" in chat.text and "data.text_field" not in chat.keys
     assert read_data("bundled").keys == {"data.source": "bundled"}
 
 
