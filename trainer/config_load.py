@@ -110,7 +110,8 @@ def _with_own_loss(config: Config) -> Config:
         return config
     for section, key, needed in (("training", "loss_chunk_tokens", 0), ("parallel", "loss_parallel", False)):
         table = getattr(config, section)
-        if key in table.model_fields_set and getattr(table, key) != needed:
+        matters = section == "training" or config.parallel.tp > 1
+        if matters and key in table.model_fields_set and getattr(table, key) != needed:
             given = _toml(getattr(table, key))
             raise UserError(f"{section}.{key} = {given}: a loss of your own needs {_toml(needed)}: leave it out")
         config = config.model_copy(update={section: table.model_copy(update={key: needed})})
