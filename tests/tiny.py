@@ -95,10 +95,13 @@ def _named(name: str, globs) -> bool:
 
 
 @functools.lru_cache(maxsize=32)
-def reference(config: Config, n_steps: int, mask: str = "none") -> Observed:
+def reference(
+    config: Config, n_steps: int, mask: str = "none", build=reference_model, loss=F.cross_entropy, betas=None
+) -> Observed:
     """Train in this process with nothing but torch: one forward of the whole global batch a step."""
+    summed_loss = functools.partial(loss, reduction="sum", ignore_index=IGNORED)
     resolved = resolve_config(config, 1)
-    model, seen = reference_model(resolved), Observed()
+    model, seen = build(resolved), Observed()
     named = dict(model.named_parameters())
     seen.initial = {name: parameter.detach().clone() for name, parameter in named.items()}
     frozen = {name: p for name, p in named.items() if not p.requires_grad}
@@ -114,13 +117,11 @@ def reference(config: Config, n_steps: int, mask: str = "none") -> Observed:
                 "weight_decay": decay if own.weight_decay is None else own.weight_decay,
             }
         )
-    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=betas or section.betas, eps=section.eps)
     for step in range(1, n_steps + 1):
         tokens, labels, *positions = make_batch(config, step, mask)
         n_valid = int((labels != IGNORED).sum())
-        loss = F.cross_entropy(model(tokens, *positions).flatten(0, 1), labels.flatten(), reduction="sum") / max(
-            n_valid, 1
-        )
+        loss = summed_loss(model(tokens, *positions).flatten(0, 1), labels.flatten()) / max(n_valid, 1)
         loss.backward()
         if step == 1:
             seen.gradients = {name: parameter.grad.clone() for name, parameter in named.items()}

@@ -3,11 +3,16 @@
 import argparse
 import json
 import os
+import signal
 import sys
+
+if __name__ == "__main__":  # while all is loaded Ctrl-C ends this process without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from trainer.config import Config
 from trainer.config_load import key_help, key_page, load_config, split_overrides
-from trainer.errors import EXIT_BAD_INPUT, UserError
+from trainer.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, UserError
+from trainer.explain import say_explained
 from trainer.runs import STATES_HELP
 from trainer.signals import StopRequest
 
@@ -99,6 +104,18 @@ def runs(options, overrides) -> int:
     return runs.main(options)
 
 
+def doctor(options, overrides) -> int:
+    from trainer import doctor
+
+    return doctor.main(options, overrides)
+
+
+def wizard(options, overrides) -> int:
+    from trainer import wizard
+
+    return wizard.main(options, overrides)
+
+
 def schema(options, overrides) -> int:
     _no_keys("schema", overrides)
     print(key_page() if options.markdown else json.dumps(Config.model_json_schema(), indent=1))
@@ -110,7 +127,7 @@ def _no_keys(command: str, overrides) -> None:
         raise UserError(f"{command} takes no configuration keys ({overrides[0].shown})")
 
 
-# name: (function, what it does, its own arguments, whether it takes a config)
+# name: (function, what it does, its own arguments, whether it takes a config; None: only its keys)
 COMMANDS = {
     "train": (train, "train as this one process, or as one rank under torchrun (./run_train.sh starts them all)", {}, True),
     "evaluate": (
@@ -283,6 +300,32 @@ COMMANDS = {
         },
         False,
     ),
+    "doctor": (
+        doctor,
+        "look whether this machine is fit to train, and with a config, whether that can run here",
+        {
+            "--nproc": _NPROC | {"help": "ranks to measure with (default: its GPUs, else 2)"},
+            "--quick": {"action": "store_true", "help": "leave out what takes seconds: matmuls and the all-reduce"},
+            "--json": _JSON,
+        },
+        True,
+    ),
+    "wizard": (
+        wizard,
+        "ask a few questions, plan the layout, write a config that trains, and start it if wanted; every answer is a flag too",
+        {
+            "--model": {"metavar": "M", "help": 'a size, such as "llama 3-8B", or a Hugging Face directory'},
+            "--data": {"metavar": "PATH", "help": 'a file, pattern, folder, URL or hf://NAME; or "bundled"'},
+            "--tokenizer": {"metavar": "T", "help": "as data.tokenizer"},
+            "--method": {"metavar": "M", "help": "as training.method"},
+            "--goal": {"metavar": "G", "help": '"1000 steps" or "20B tokens"'},
+            "--hardware": {"metavar": "H", "help": '"here", or NODES x GPUS KIND such as "4x8 h100" (KIND as plan --gpu)'},
+            "--out": {"metavar": "FILE", "help": "the .toml file to write; for several nodes also the .sh beside it"},
+            "--start": {"metavar": "YES", "help": "yes or no: start the run, if this machine can"},
+            "--yes": {"action": "store_true", "help": "take what is proposed where no flag answers; asks nothing"},
+        },
+        None,
+    ),
     "schema": (
         schema,
         "print the JSON schema of the configuration, for editors",
@@ -310,7 +353,10 @@ def main() -> int:
             command.add_argument(
                 "--config", metavar="C", help="a TOML file, or a name from train_configs/ (default: all defaults)"
             )
+        if takes_config is not False:
             command.epilog = "Any configuration key can be set as --section.key=value:\n" + key_help()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         rest, overrides = split_overrides(sys.argv[1:])
         options = parser.parse_args(rest)
@@ -319,6 +365,12 @@ def main() -> int:
         if int(os.environ.get("RANK", "0")) == 0:
             print(error.message(), file=sys.stderr)
         return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        say_explained(error)
+        raise
 
 
 if __name__ == "__main__":

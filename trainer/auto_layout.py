@@ -30,7 +30,7 @@ def choose_layout(config: Config, device: torch.device) -> Config:
     if dist.get_rank() == 0:
         shown = " ".join(f"--{key}={value}" for key, value in keys.items() if value is not None)
         print(f"planned     {shown}", flush=True)
-    return _with(config, keys)
+    return with_keys(config, keys)
 
 
 def without_layout(config: Config) -> Config:
@@ -41,7 +41,8 @@ def without_layout(config: Config) -> Config:
     )
 
 
-def _with(config: Config, keys: dict) -> Config:
+def with_keys(config: Config, keys: dict) -> Config:
+    """The config with other values of some keys, by their dotted names, and its layout taken as it then is."""
     sections: dict[str, dict] = {"parallel": {"layout": "manual"}}
     for key, value in keys.items():
         section, name = key.split(".")
@@ -60,7 +61,7 @@ def _plan(config: Config, device: torch.device) -> dict:
         )
     with tempfile.TemporaryDirectory(prefix="meshloom-plan-") as folder:
         written = Path(folder) / "config.toml"
-        manual = _with(config, {"precision.compute": compute_dtype(config, device.type)})
+        manual = with_keys(config, {"precision.compute": compute_dtype(config, device.type)})
         written.write_text(dump_config(manual), encoding="utf-8")
         command = [
             sys.executable, "-m", "trainer", "plan", "--config", str(written), "--json", "--top", "1",
@@ -77,11 +78,16 @@ def _plan(config: Config, device: torch.device) -> dict:
     return json.loads(done.stdout)["layouts"][0]["keys"]
 
 
+def known_gpu(device_name: str) -> str | None:
+    """What the planner's table calls a device of this name; None if it is not in it."""
+    return next((known for known in ("b200", "h200", "h100", "a100") if known in device_name.lower()), None)
+
+
 def _hardware(device: torch.device, n_local: int, folder: Path) -> str | Path:
     """--gpu for the device that is there: its name in the planner's table, with the memory that it has."""
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device).lower(), torch.cuda.mem_get_info(device)[1]
-        base = next((known for known in ("b200", "h200", "h100", "a100") if known in name), None)
+        base = known_gpu(name)
         if base is None:
             raise UserError(
                 f'parallel.layout = "auto": the planner knows no {name}: run plan with --gpu FILE.toml and set the layout'

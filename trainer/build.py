@@ -32,6 +32,7 @@ from trainer.config_rules import Resolved
 from trainer.config_training import Lora
 from trainer.data.rows import IGNORED
 from trainer.errors import UserError
+from trainer.extend import Family, extension_of
 from trainer.hf_directory import HfWeights
 from trainer.layout_rules import reshards
 from trainer.loss import TokenLoss
@@ -96,8 +97,15 @@ def build_meta_parts(resolved: Resolved, stage_indices: tuple[int, ...] = (0,)) 
         qk_norm=architecture.qk_norm,
         replicated_kv_heads=architecture.n_kv_heads if resolved.replicates_kv_heads else None,
     )
+    if own_plan := _family(config).plan:
+        plan = own_plan(plan, config.parallel.sequence_parallel)
     parts = [split_stage(whole, plan, resolved.layers_per_stage, stage) for stage in stage_indices]
     return parts, resolve_plan(whole, plan)
+
+
+def _family(config: Config) -> Family:
+    """What a file of the user's says of the model, if it is one of its families."""
+    return extension_of(config.job.imports).families.get(config.model.family, Family({}))
 
 
 def meta_model(config: Config, architecture: DecoderConfig) -> Decoder:
@@ -107,7 +115,8 @@ def meta_model(config: Config, architecture: DecoderConfig) -> Decoder:
     """
     precision = precision_of(config, "cpu")
     with torch.device("meta"):
-        whole = Decoder(architecture, n_positions=config.training.seq_len).to(precision.param)
+        whole = (_family(config).model or Decoder)(architecture, n_positions=config.training.seq_len)
+        whole = whole.to(precision.param)
     if is_lora(config):
         targets = [name for name in adaptable(whole) if matches(name, config.lora.targets)]
         add_adapters(whole, targets, config.lora.rank, lora_scale(config.lora))
@@ -235,10 +244,12 @@ def initial_values(
         weights = HfWeights(config.model.hf_path)
         once(weights.check, parameter_shapes(architecture), architecture.tie_embeddings)
 
+    start_of = getattr(_family(config).model, "initial_std", initial_std)
+
     def initial_value(name, shape, start, stop):
         if weights is not None and not is_adapter(name):
             return weights.read(name, shape, start, stop)
-        return draw_slice(config.job.seed, name, initial_std(architecture, name), shape, start, stop)
+        return draw_slice(config.job.seed, name, start_of(architecture, name), shape, start, stop)
 
     return initial_value
 
@@ -248,6 +259,8 @@ def token_loss(resolved: Resolved, mesh: Mesh) -> TokenLoss:
     tp_mesh, vocab_size = mesh.axis("tp"), resolved.architecture.vocab_size
     first_id = 0 if tp_mesh is None else first_row(vocab_size, tp_mesh)
     piece = resolved.config.training.loss_chunk_tokens
+    if own := extension_of(resolved.config.job.imports).loss:
+        return TokenLoss(summed=own)
     return TokenLoss(partial(linear_cross_entropy, ignored=IGNORED, piece=piece, mesh=tp_mesh, first_id=first_id))
 
 
@@ -266,6 +279,8 @@ def build_train_step(
         group_of=partial(group_of, config),
         small_moments=config.precision.moments == "bfloat16" != config.precision.param,
     )
+    for hook in extension_of(config.job.imports).optimizer_hooks:
+        hook(optimizer, dict(model.trained))
     loss_fn = token_loss(resolved, mesh)
     if layout.pp == 1:
         micro_batches = InTurn(

@@ -24,6 +24,11 @@ class Job(Section):
         "--parallel overrides behind it, so that layouts can be compared)",
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="seed of the initial weights")
+    imports: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (),
+        description="Python files of yours that register a model family, a loss or an optimizer hook (docs/api.md); also "
+        "--import FILE",
+    )
     step_timeout_s: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
         600.0,
         description="end the job, with the stacks of all ranks, when a step and its data take longer (the first step: "
@@ -37,7 +42,7 @@ class Job(Section):
 
 
 class Model(Section):
-    family: Literal["llama", "qwen"] = Field("llama", description="model family")
+    family: str = Field("llama", description='"llama", "qwen", or one that a file of job.imports registers')
     size: str = Field("debug", description="named size of the family; any key below overrides one of its numbers")
     hf_path: str | None = Field(
         None,

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from trainer.config import Config
 from trainer.errors import UserError
+from trainer.extend import extension_of
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "train_configs"
 
@@ -38,12 +39,20 @@ class Override:
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[Override]]:
-    """Take ``--section.key=value`` and ``--section.key value`` out of a command line; keep the rest in order."""
-    rest, overrides = [], []
+    """Take ``--section.key=value`` and ``--section.key value`` out of a command line; keep the rest in order.
+
+    ``--import FILE`` is ``job.imports``, and may come several times.
+    """
+    rest, overrides, imports = [], [], []
     arguments = list(arguments)
     while arguments:
         argument = arguments.pop(0)
         name, equals, value = argument.partition("=")
+        if name == "--import":
+            if not equals and (not arguments or arguments[0].startswith("--")):
+                raise UserError("--import needs a value: --import FILE.py")
+            imports.append(value if equals else arguments.pop(0))
+            continue
         if not (name.startswith("--") and "." in name):
             rest.append(argument)
             continue
@@ -52,7 +61,7 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[Override]]:
                 raise UserError(f"{name} needs a value: {name}=VALUE")
             value = arguments.pop(0)
         overrides.append(Override(name[2:], value))
-    return rest, overrides
+    return rest, overrides + ([Override("job.imports", toml_text(imports))] if imports else [])
 
 
 def find_config(name_or_path: str) -> Path:
@@ -92,7 +101,21 @@ def load_config(name_or_path: str | None, overrides: list[Override] = ()) -> Con
     if config.data.tokenizer is None:
         data = config.data.model_copy(update={"tokenizer": config.model.hf_path or "bytes"})
         config = config.model_copy(update={"data": data})
-    return with_rows_of_method(config)
+    return _with_own_loss(with_rows_of_method(config))
+
+
+def _with_own_loss(config: Config) -> Config:
+    """A loss of the user's sees whole logits: neither in pieces nor spread over tensor parallel ranks."""
+    if not config.job.imports or extension_of(config.job.imports).loss is None:
+        return config
+    for section, key, needed in (("training", "loss_chunk_tokens", 0), ("parallel", "loss_parallel", False)):
+        table = getattr(config, section)
+        matters = section == "training" or config.parallel.tp > 1
+        if matters and key in table.model_fields_set and getattr(table, key) != needed:
+            given = _toml(getattr(table, key))
+            raise UserError(f"{section}.{key} = {given}: a loss of your own needs {_toml(needed)}: leave it out")
+        config = config.model_copy(update={section: table.model_copy(update={key: needed})})
+    return config
 
 
 def with_rows_of_method(config: Config) -> Config:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from models import FAMILIES
 from models.decoder_config import DecoderConfig
 from parallelize.balance import balance_costs
 from parallelize.layout import Layout
@@ -27,6 +26,7 @@ from trainer.checkpoint_folder import (
 from trainer.config import Config, Model, Parallel
 from trainer.data.mixture import pattern_of, weights_by_step
 from trainer.errors import UserError
+from trainer.extend import families_of
 from trainer.hf_directory import read_architecture
 from trainer.layout_rules import Choice, layout_problems
 from trainer.tuning import is_lora
@@ -144,7 +144,10 @@ def architecture_of(config: Config) -> DecoderConfig:
         if problems:
             raise UserError(*problems)
         return replace(base, **{key: value for key, value in overrides.items() if key.startswith("rope_")})
-    sizes = FAMILIES[model.family]
+    families = families_of(config.job.imports)
+    if model.family not in families:
+        raise UserError(f'model.family = "{model.family}": there is {", ".join(families)}')
+    sizes = families[model.family]
     if model.size not in sizes:
         raise UserError(f'model.size = "{model.size}": {model.family} has {", ".join(sizes)}')
     base = sizes[model.size]

@@ -2,6 +2,7 @@
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130  # Ctrl-C, where there is nothing to go on with: what shells say of it
 EXIT_STOPPED = 75  # a signal, after a clean checkpoint: start me again
 
 # Names the file where a machine's first rank leaves its exit code for the launcher: torchrun, when a signal stops it,

@@ -19,6 +19,7 @@ from trainer.config import Config
 from trainer.config_load import key_help, load_config, split_overrides
 from trainer.config_rules import layout_needs, resolve_config
 from trainer.errors import EXIT_BAD_INPUT, UserError
+from trainer.explain import say_explained
 from trainer.signals import StopRequest, ignore_stop_signals
 from trainer.torchrun import run_ranks
 
@@ -62,7 +63,11 @@ def main(arguments: list[str] | None = None) -> int:
 
         return train.main(config, stop)
     command = ["-m", "trainer", "train", "--config", options.config]
-    return run_ranks(nproc, command + [override.shown for override in overrides], rendezvous, stop)
+    try:
+        return run_ranks(nproc, command + [override.shown for override in overrides], rendezvous, stop)
+    except Exception as error:
+        say_explained(error)
+        raise
 
 
 def count_processes(config: Config, nproc: int | None, n_nodes: int) -> int:
@@ -101,8 +106,8 @@ def check_start(config: Config, nproc: int | None, n_nodes: int) -> int:
         raise
     from trainer.hardware import check_memory
 
-    gpu_bytes = _gpu_bytes() if n_gpus else None
-    check_memory(resolved.architecture.n_params, config.precision, resolved.layout, nproc, gpu_bytes)
+    least_bytes = gpu_bytes() if n_gpus else None
+    check_memory(resolved.architecture.n_params, config.precision, resolved.layout, nproc, least_bytes)
     return _check_surroundings(config, nproc, n_nodes)
 
 
@@ -164,7 +169,8 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _gpu_bytes() -> int:
+def gpu_bytes() -> int:
+    """Memory of the smallest GPU of this machine."""
     import torch
 
     return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))

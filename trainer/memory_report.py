@@ -1,4 +1,4 @@
-"""Out of memory: who holds it, and what would help."""
+"""Out of memory: who holds it. (What would help: explain.py.)"""
 
 import sys
 from collections.abc import Mapping
@@ -11,19 +11,6 @@ from parallelize.grad_norm import local_tensor
 from trainer.hardware import GIB, memory_bytes
 
 _SHOWN = 8  # largest tensors
-_ADVICE = (
-    'what helps: activation_checkpoint.mode = "full", half of training.micro_batch_size, a larger parallel.tp or pp, '
-    'precision.param = "bfloat16"; python -m trainer plan predicts what fits'
-)
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Is it, or what it was raised from, torch's word for memory that is not there?"""
-    if error is None:
-        return False
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: " in str(error):
-        return True
-    return is_out_of_memory(error.__cause__ or error.__context__)  # a pipeline stage wraps it
 
 
 def start_history() -> None:
@@ -56,7 +43,7 @@ def memory_report(
     return (
         f"out of memory in {doing}: {allocated / GIB:.2f} GiB {where}, {peak / GIB:.2f} at the most: "
         f"{shown}, all else {rest / GIB:.2f} GiB (activations, logits, gathered parameters, buffers)\n"
-        f"largest by name, in GiB: {largest}\n{_ADVICE}"
+        f"largest by name, in GiB: {largest}"
     )
 
 

@@ -7,7 +7,7 @@ from parallelize.planner.topology import node_map
 from trainer.errors import UserError
 from trainer.hardware import GIB
 from trainer.layout_rules import layout_advice
-from trainer.planner import Plan, Planner, Prediction
+from trainer.planner import SEARCHED, Plan, Planner, Prediction
 from trainer.traced_rank import TracedRank
 
 _MEMORY = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "buffers")
@@ -92,24 +92,18 @@ def as_dict(planner: Planner, plan: Plan | None, *predictions: Prediction) -> di
     return result
 
 
+def keys_of(prediction: Prediction) -> dict:
+    """Configuration key -> value of a choice."""
+    config = prediction.choice.config
+    keys = {f"parallel.{key}": getattr(config.parallel, key) for key in SEARCHED}
+    mode = config.activation_checkpoint.mode
+    return keys | {"training.micro_batch_size": prediction.job.micro_batch_size, "activation_checkpoint.mode": mode}
+
+
 def _prediction_dict(prediction: Prediction) -> dict:
     job, layout = prediction.job, prediction.job.layout
-    config = prediction.choice.config
-    parallel = config.parallel.model_dump(
-        include={
-            "tp",
-            "pp",
-            "dp_shard",
-            "dp_replicate",
-            "schedule",
-            "virtual_stages",
-            "schedule_microbatches",
-            "balance",
-        }
-    )
     return {
-        "keys": {f"parallel.{key}": value for key, value in parallel.items()}
-        | {"training.micro_batch_size": job.micro_batch_size, "activation_checkpoint.mode": job.recompute},
+        "keys": keys_of(prediction),
         "pp": layout.pp, "dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "cp": layout.cp, "tp": layout.tp,
         "schedule": prediction.choice.config.parallel.schedule if layout.pp > 1 else None,
         "virtual_stages": job.virtual_stages, "layers_per_stage": list(job.layers_per_stage),

@@ -81,13 +81,14 @@ def measure_links(mesh: Mesh, device: torch.device) -> str:
         n, axis_mesh = getattr(mesh.layout, axis), mesh.axis(axis)
         if n == 1 or axis_mesh is None:
             continue
-        seconds = torch.tensor(min(_all_reduce_s(buffer, axis_mesh.get_group()) for _ in range(3)), device=device)
+        seconds = torch.tensor(min(all_reduce_s(buffer, axis_mesh.get_group()) for _ in range(3)), device=device)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         shown.append(f"{axis} {n}: {2 * (n - 1) / n * buffer.nbytes / seconds.item() / 1e9:.2g} GB/s")
     return ", ".join(shown)
 
 
-def _all_reduce_s(buffer: torch.Tensor, group: dist.ProcessGroup) -> float:
+def all_reduce_s(buffer: torch.Tensor, group: dist.ProcessGroup) -> float:
+    """Seconds of one all-reduce of ones, fp32, whose sum is checked. Called by all ranks of the group together."""
     buffer.fill_(1)
     dist.barrier(group)
     start = time.perf_counter()

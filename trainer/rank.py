@@ -1,6 +1,5 @@
 """One process of a job: join the others, do the work, and leave without keeping anyone waiting."""
 
-import errno
 import logging
 import os
 import signal
@@ -17,10 +16,9 @@ import torch.distributed as dist
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, StoppedRun, UserError
 from trainer.exit_status import clear_status, exit_now, leave_status
+from trainer.explain import explain, is_no_room
 from trainer.signals import end_with_parent
 from trainer.watchdog import Watchdog
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 def run_rank(work: Callable[[torch.device, Watchdog], int], timeout_s: float = 1800) -> NoReturn:
@@ -32,7 +30,11 @@ def run_rank(work: Callable[[torch.device, Watchdog], int], timeout_s: float = 1
     """
     end_with_parent()
     clear_status()
-    device, watchdog = _join(timeout_s), Watchdog()
+    try:
+        device, watchdog = _join(timeout_s), Watchdog()
+    except Exception as error:
+        _show_failure(error, f"rank {os.environ.get('RANK', '0')}", "starting")
+        exit_now(EXIT_FAILED, restart=True)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts != "0" and dist.get_rank() == 0:
         print(f"restart {restarts} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}", file=sys.stderr, flush=True)
@@ -50,10 +52,10 @@ def run_rank(work: Callable[[torch.device, Watchdog], int], timeout_s: float = 1
             print(f"[rank {dist.get_rank()}] ends: another rank has failed", file=sys.stderr, flush=True)
             ended = watchdog.ended() or {"code": EXIT_FAILED, "restart": True}
             exit_now(ended["code"], ended["restart"], status=False)
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            print(f"error: {error}", file=sys.stderr, flush=True)  # it names the file; a traceback adds nothing
+        if is_no_room(error):  # it names the file; a traceback adds nothing
+            print(f"error: {error}: {explain(error)}", file=sys.stderr, flush=True)
         else:
-            _show_failure(error)
+            _show_failure(error, watchdog.place, watchdog.doing)
         _end_now(watchdog, EXIT_FAILED, restart=True)
     watchdog.leave()
     leave_status(code)
@@ -111,10 +113,13 @@ def _say_once(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _show_failure(error: BaseException) -> None:
-    rank = dist.get_rank()
+def _show_failure(error: BaseException, place: str, doing: str) -> None:
+    """What it means, where that is known, above its traceback. ``place``: "rank 1", or as in ``Mesh.place``."""
+    if meaning := explain(error, doing):
+        print(f"[{place}] error: {meaning}", file=sys.stderr)
+    prefix = f"[rank {os.environ.get('RANK', '0')}]"
     text = "".join(traceback.format_exception(error))
-    print("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()), file=sys.stderr, flush=True)
+    print("".join(f"{prefix} {line}\n" for line in text.splitlines()), file=sys.stderr, flush=True)
 
 
 def _end_now(watchdog: Watchdog, code: int, restart: bool) -> NoReturn:

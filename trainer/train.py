@@ -25,6 +25,7 @@ from trainer.data.loader import batches_in_order, checked, make_loader
 from trainer.data.rows import Rows
 from trainer.data.samples import Samples, load_samples, load_validation_rows
 from trainer.errors import EXIT_STOPPED, UserError
+from trainer.explain import is_out_of_memory
 from trainer.garbage import Garbage
 from trainer.hardware import peak_flops
 from trainer.hf_directory import read_origin
@@ -34,7 +35,7 @@ from trainer.loop import Run, RunFacts, Validation, train
 from trainer.lr_schedule import LrSchedule
 from trainer.manifest import shared_manifest
 from trainer.measured_balance import with_measured_balance
-from trainer.memory_report import is_out_of_memory, memory_report, start_history, write_snapshot
+from trainer.memory_report import memory_report, start_history, write_snapshot
 from trainer.metrics import Reporter
 from trainer.nonfinite import NonFiniteGuard
 from trainer.output_folder import open_output_folder, write_whole

@@ -51,12 +51,13 @@ def same_on_one_process(config: Config) -> Config:
 
 
 def check_parity(
-    ranks, world_size: int, n_steps: int = 5, mask: str = "none", timeout_s: float = 120, function=observe_rank, **overrides
+    ranks, world_size: int, n_steps: int = 5, mask: str = "none", timeout_s: float = 120, function=observe_rank,
+    expect=reference, **overrides
 ) -> list[Observed]:
     """Assert that a layout equals one process: initial weights bitwise; loss, norm and every gradient to
     rounding; and ``n_steps`` of training. Returns what each rank saw."""
     config = tiny_config(**overrides)
-    expected = reference(same_on_one_process(config), n_steps, mask)
+    expected = expect(same_on_one_process(config), n_steps, mask)
     seen = ranks(world_size, function, config, world_size, n_steps, mask, timeout_s=timeout_s)
     names = set().union(*(rank.gradients for rank in seen))
     assert names == expected.gradients.keys(), names ^ expected.gradients.keys()

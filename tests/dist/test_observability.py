@@ -164,6 +164,15 @@ def test_out_of_memory_is_explained(tmp_path):
     assert "out of memory in step 3" in (tmp_path / "run/logs/rank-00001.log").read_text()
 
 
+def test_out_of_memory_while_building_the_model_is_explained(tmp_path):
+    (tmp_path / "text.txt").write_text("It is a truth universally acknowledged")
+    sizes = ["--model.vocab_size=10000000000", "--training.seq_len=8", "--training.global_batch_size=2"]
+    result = run(tmp_path, "evaluate", *sizes, "--data.path=text.txt", module="trainer")
+    assert result.returncode == 1
+    assert "[rank 0] error: out of memory in building the model. What helps: a larger parallel.dp_shard" in result.stderr
+    assert "DefaultCPUAllocator" in result.stderr  # the original is kept
+
+
 def test_anomaly_names_the_operation_and_determinism_keeps_the_losses(tmp_path):
     result = run(tmp_path, *SMALL, "--training.steps=6", "--optimizer.lr=1e30", "--debug.anomaly=true", "--job.output_dir=a")
     assert result.returncode == 1 and "returned nan values in its" in result.stderr, result.stderr
