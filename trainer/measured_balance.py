@@ -95,7 +95,7 @@ def _measured_for(resolved: Resolved, device: torch.device) -> dict:
         "recompute": config.activation_checkpoint.mode,
         "compute": config.precision.compute,
         "compile": config.compile.model_dump(),
-        "trained": [config.training.method, config.training.freeze, config.lora.model_dump(mode="json")],
+        "trained": [config.training.method, list(config.training.freeze), config.lora.model_dump(mode="json")],
         "device": name,
     }
 
