@@ -163,9 +163,10 @@ class ChatTemplate:
         turn, _ = self._render(messages[: number + 1], tools)
         for text, what in ((whole, "the whole conversation"), (turn, "the same with its answer")):
             if not text.startswith(prompt):
+                first = "the assistant speaks first, for which " if number == 0 else ""
                 raise ValueError(
-                    f"the chat template {self.template.path} does not render what comes before message {number} as a beginning "
-                    f"of {what}: what is learnt cannot be told; mark it with {{% generation %}} in a template of your own "
+                    f"{first}the chat template {self.template.path} does not render what comes before message {number} as a "
+                    f"beginning of {what}: what is learnt cannot be told; mark it with {{% generation %}} in a template of your own "
                     "(data.chat_template)"
                 )
         end = self._end_in(whole, turn, len(prompt))
