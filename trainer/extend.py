@@ -6,7 +6,9 @@ that import it, and for no other.
 
 import functools
 import importlib.util
+import sys
 import traceback
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,8 +97,10 @@ def _run(path: str) -> None:
     shown = f"job.imports: {path}"
     if not Path(path).is_file() or not path.endswith(".py"):
         raise UserError(f"{shown}: is not a Python file")
-    spec = importlib.util.spec_from_file_location(f"meshloom_import_{Path(path).stem}", path)
+    name = f"meshloom_import_{Path(path).stem}_{zlib.crc32(str(Path(path).resolve()).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where the planner's processes, forks of this one, find its classes
     try:
         spec.loader.exec_module(module)
     except UserError as error:

@@ -72,3 +72,10 @@ def test_every_rank_of_a_real_run_imports_it(tmp_path, file):
     assert "normed tiny" in result.stdout and len(records(tmp_path / "run")) == 2
     again = run(tmp_path, "inspect-data", "--config", "run/config.toml", "--samples=1", module="trainer")
     assert again.returncode == 0, again.stderr
+
+
+def test_the_planner_knows_it(tmp_path, file):
+    """With a dataclass of its own, on all cores."""
+    keys = ["--training.global_batch_size=64", "--gpu=h100", "--gpus-per-node=8", "--top=1"]
+    result = run(tmp_path, "plan", "--import", file, *OURS, *keys, module="trainer")
+    assert result.returncode == 0 and "others are slower" in result.stdout, result.stderr
