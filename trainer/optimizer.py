@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from parallelize.grad_norm import local_tensor
 from trainer.config_training import OptimizerGroup
 
 _PIECE = 2**26  # elements whose moments are in fp32 at once, but for a larger single tensor
@@ -33,12 +34,13 @@ class AdamWWithSmallMoments(torch.optim.AdamW):
                 for kind in ("exp_avg", "exp_avg_sq"):
                     self.state[parameter][kind] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         stored = [
-            [_local(self.state[parameter][kind]) for parameter in parameters] for kind in ("exp_avg", "exp_avg_sq")
+            [local_tensor(self.state[parameter][kind]) for parameter in parameters]
+            for kind in ("exp_avg", "exp_avg_sq")
         ]
-        locals_ = [_local(parameter) for parameter in parameters]
-        whole = [[moment.to(parameter.dtype) for moment, parameter in zip(kind, locals_)] for kind in stored]
+        parts = [local_tensor(parameter) for parameter in parameters]
+        whole = [[moment.to(parameter.dtype) for moment, parameter in zip(kind, parts)] for kind in stored]
         adamw(
-            locals_, [_local(parameter.grad) for parameter in parameters], *whole, [],
+            parts, [local_tensor(parameter.grad) for parameter in parameters], *whole, [],
             [self.state[parameter]["step"] for parameter in parameters],
             fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
@@ -51,17 +53,13 @@ class AdamWWithSmallMoments(torch.optim.AdamW):
 def _pieces(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     piece, n_elements = [], 0
     for parameter in parameters:
-        if piece and n_elements + _local(parameter).numel() > _PIECE:
+        if piece and n_elements + local_tensor(parameter).numel() > _PIECE:
             yield piece
             piece, n_elements = [], 0
         piece.append(parameter)
-        n_elements += _local(parameter).numel()
+        n_elements += local_tensor(parameter).numel()
     if piece:
         yield piece
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
