@@ -19,13 +19,9 @@ def _scatter_sum(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts.contiguous(), "sum", n, group))
 
 
-def _sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", mesh.get_group().group_name))
-
-
 def all_sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The sum over ranks, without a gradient."""
-    return _sum(x, mesh)
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", mesh.get_group().group_name))
 
 
 def all_max(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -58,7 +54,7 @@ class _ScatterForward(torch.autograd.Function):
 class _SumForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, mesh):
-        return _sum(x, mesh)
+        return all_sum(x, mesh)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -73,7 +69,7 @@ class _SumBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return _sum(gradient, ctx.mesh), None
+        return all_sum(gradient, ctx.mesh), None
 
 
 def gather(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
